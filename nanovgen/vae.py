@@ -1,0 +1,294 @@
+"""Wan VAE 2.1: video <-> latents, causal in time and streamed (Wan, arXiv:2503.20314, section 4.1).
+
+    video (b, 3, 1+4n, 8y, 8x) in [-1, 1]  <->  latents (b, 16, 1+n, y, x), normalised to mean 0 and std 1
+
+Every convolution in time looks back only, so a clip can be coded in chunks of any length: a layer keeps the last
+frames of its input in `Stream.cache` and puts them before the next chunk. An empty past is zeros, which is the causal
+padding; so one long chunk and many short ones give the same numbers, and there is one code path for both.
+
+The first frame stands alone: temporal upsampling does not double it and temporal downsampling passes it by, so frame
+counts are 1 + 4n. In space, a 3x3 convolution needs a border of one row and column; `Stream.border` supplies it, zeros
+here and the neighbours' columns where the picture is split over ranks.
+
+Letters: b batch, c channels, f frames, y rows, x columns.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class VAEConfig:
+    """Sizes, by the names of the checkpoint's vae/config.json (temperal_downsample is spelt so there)."""
+
+    base_dim: int = 96
+    decoder_base_dim: int | None = None  # None: base_dim
+    z_dim: int = 16
+    dim_mult: tuple[int, ...] = (1, 2, 4, 4)
+    num_res_blocks: int = 2
+    temperal_downsample: tuple[bool, ...] = (False, True, True)
+    latents_mean: tuple[float, ...] = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
+                                       0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)  # fmt: skip
+    latents_std: tuple[float, ...] = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
+                                      3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.916)  # fmt: skip
+
+    @classmethod
+    def read(cls, config: dict) -> "VAEConfig":
+        """From config.json. Keys we do not know are ignored; a variant that we would compute wrongly is refused."""
+        for key, value in {"attn_scales": [], "is_residual": False, "patch_size": None}.items():
+            if config.get(key, value) != value:
+                raise ValueError(f"vae config has {key}={config[key]!r}; this model knows {value!r} only")
+        known = {f.name: config[f.name] for f in fields(cls) if f.name in config}
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
+
+
+class Stream:
+    """What one pass over a clip remembers from chunk to chunk, and how it sees beyond its own columns."""
+
+    def __init__(self):
+        self.cache: dict[nn.Module, Tensor] = {}
+
+    def swap(self, layer: nn.Module, x: Tensor, keep: int) -> Tensor | None:
+        """The frames that `layer` kept from its last chunk (None on its first); keeps the last `keep` of x."""
+        past = self.cache.get(layer)
+        self.cache[layer] = x[:, :, -keep:]
+        return past
+
+    def border(self, x: Tensor, width: int) -> tuple[Tensor, int]:
+        """x (b, c, f, y, x) for a convolution that reaches `width` out, and how many zeros a side are still to add."""
+        return x, width
+
+    def border_after(self, x: Tensor) -> Tensor:
+        """x with one more row at the bottom and one more column at the right, for the stride-2 convolutions."""
+        return F.pad(x, (0, 1, 0, 1))
+
+    def all_keys(self, kv: Tensor) -> Tensor:
+        """Keys and values (b f, 2, y x, c) of the whole frame."""
+        return kv
+
+
+class CausalConv3d(nn.Conv3d):
+    """A convolution over (f, y, x) whose window ends at the present frame."""
+
+    def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        if reach := self.kernel_size[0] - 1:
+            past = stream.cache.get(self)
+            if past is None:
+                past = x.new_zeros(*x.shape[:2], reach, *x.shape[3:])
+            x = torch.cat([past, x], dim=2)
+            stream.swap(self, x, reach)
+        zeros = 0
+        if width := self.kernel_size[1] // 2:
+            x, zeros = stream.border(x, width)
+        return F.conv3d(x, self.weight, self.bias, self.stride, (0, zeros, zeros))
+
+
+class Norm(nn.Module):
+    """Scale each pixel's channel vector to length sqrt(c), times gamma; fp32 inside."""
+
+    def __init__(self, c: int, trailing: int):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(c, *[1] * trailing))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = self.gamma.float() * x.shape[1] ** 0.5
+        return (F.normalize(x.float(), dim=1) * gain).to(x.dtype)
+
+
+class ResBlock(nn.Module):
+    def __init__(self, c_in: int, c_out: int):
+        super().__init__()
+        self.norm1, self.norm2 = Norm(c_in, 3), Norm(c_out, 3)
+        self.conv1, self.conv2 = CausalConv3d(c_in, c_out, 3), CausalConv3d(c_out, c_out, 3)
+        self.conv_shortcut = CausalConv3d(c_in, c_out, 1) if c_in != c_out else None
+
+    def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        h = self.conv1(F.silu(self.norm1(x)), stream)
+        h = self.conv2(F.silu(self.norm2(h)), stream)
+        return h + (x if self.conv_shortcut is None else self.conv_shortcut(x, stream))
+
+
+class FrameAttention(nn.Module):
+    """One head over the pixels of each frame."""
+
+    def __init__(self, c: int):
+        super().__init__()
+        self.norm = Norm(c, 2)
+        self.to_qkv, self.proj = nn.Conv2d(c, 3 * c, 1), nn.Conv2d(c, c, 1)
+
+    def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        f, y = x.shape[2:4]
+        h = rearrange(x, "b c f y x -> (b f) c y x")
+        qkv = rearrange(self.to_qkv(self.norm(h)), "n (three c) y x -> n three (y x) c", three=3)
+        kv = stream.all_keys(qkv[:, 1:])
+        h = F.scaled_dot_product_attention(qkv[:, :1], kv[:, :1], kv[:, 1:])  # n 1 (y x) c
+        h = self.proj(rearrange(h, "n 1 (y x) c -> n c y x", y=y))
+        return x + rearrange(h, "(b f) c y x -> b c f y x", f=f)
+
+
+class Mid(nn.Module):
+    def __init__(self, c: int):
+        super().__init__()
+        self.resnets = nn.ModuleList([ResBlock(c, c), ResBlock(c, c)])
+        self.attentions = nn.ModuleList([FrameAttention(c)])
+
+    def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        x = self.attentions[0](self.resnets[0](x, stream), stream)
+        return self.resnets[1](x, stream)
+
+
+class Downsample(nn.Module):
+    """Half the rows and columns and, with `temporal`, half the frames after the first."""
+
+    def __init__(self, c: int, temporal: bool):
+        super().__init__()
+        self.conv = nn.Conv2d(c, c, 3, stride=2)
+        self.time_conv = CausalConv3d(c, c, (3, 1, 1), stride=(2, 1, 1)) if temporal else None
+
+    def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        b = x.shape[0]
+        h = self.conv(rearrange(stream.border_after(x), "b c f y x -> (b f) c y x"))
+        x = rearrange(h, "(b f) c y x -> b c f y x", b=b)
+        if self.time_conv is None:
+            return x
+        past = stream.swap(self, x, 1)
+        head, x = (x[:, :, :1], x) if past is None else (x[:, :, :0], torch.cat([past, x], dim=2))
+        if x.shape[2] < 3:  # the first frame alone
+            return head
+        return torch.cat([head, F.conv3d(x, self.time_conv.weight, self.time_conv.bias, (2, 1, 1))], dim=2)
+
+
+class Upsample(nn.Module):
+    """Twice the rows and columns, half the channels and, with `temporal`, twice the frames after the first."""
+
+    def __init__(self, c: int, temporal: bool):
+        super().__init__()
+        self.conv = nn.Conv2d(c, c // 2, 3)
+        self.time_conv = CausalConv3d(c, 2 * c, (3, 1, 1)) if temporal else None
+
+    def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        b = x.shape[0]
+        if self.time_conv is not None:
+            first = stream.swap(self, x, 0) is None  # keeps no frame: it only marks that the first has passed
+            head, x = (x[:, :, :1], x[:, :, 1:]) if first else (x[:, :, :0], x)
+            if x.shape[2]:
+                x = rearrange(self.time_conv(x, stream), "b (two c) f y x -> b c (f two) y x", two=2)
+            x = torch.cat([head, x], dim=2)
+        x = F.interpolate(rearrange(x, "b c f y x -> b (c f) y x"), scale_factor=2, mode="nearest-exact")
+        x = rearrange(x, "b (c f) y x -> b c f y x", c=self.conv.in_channels)
+        x, zeros = stream.border(x, 1)
+        h = F.conv2d(rearrange(x, "b c f y x -> (b f) c y x"), self.conv.weight, self.conv.bias, padding=zeros)
+        return rearrange(h, "(b f) c y x -> b c f y x", b=b)
+
+
+class Stage(nn.Module):
+    """Residual blocks at one resolution, then the way to the next (none at the last)."""
+
+    def __init__(self, c_in: int, c_out: int, blocks: int, resample: nn.Module | None):
+        super().__init__()
+        self.resnets = nn.ModuleList(ResBlock(c_in if i == 0 else c_out, c_out) for i in range(blocks))
+        self.resample = resample
+
+    def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        for resnet in self.resnets:
+            x = resnet(x, stream)
+        return x if self.resample is None else self.resample(x, stream)
+
+
+class Encoder(nn.Module):
+    def __init__(self, config: VAEConfig):
+        super().__init__()
+        widths = [config.base_dim * m for m in (1, *config.dim_mult)]
+        last = len(config.dim_mult) - 1
+        self.conv_in = CausalConv3d(3, widths[0], 3)
+        self.stages = nn.ModuleList(
+            Stage(widths[i], c, config.num_res_blocks, Downsample(c, config.temperal_downsample[i]) if i < last else None)
+            for i, c in enumerate(widths[1:])
+        )
+        self.mid, self.norm_out = Mid(widths[-1]), Norm(widths[-1], 3)
+        self.conv_out = CausalConv3d(widths[-1], 2 * config.z_dim, 3)
+
+    def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        x = self.conv_in(x, stream)  # b c f y x, full size
+        for stage in self.stages:
+            x = stage(x, stream)
+        x = self.mid(x, stream)  # 1/4 of the frames, 1/8 of rows and columns
+        return self.conv_out(F.silu(self.norm_out(x)), stream)
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: VAEConfig):
+        super().__init__()
+        widths = [(config.decoder_base_dim or config.base_dim) * m for m in reversed((*config.dim_mult, config.dim_mult[-1]))]
+        up, last = config.temperal_downsample[::-1], len(config.dim_mult) - 1
+        self.conv_in, self.mid = CausalConv3d(config.z_dim, widths[0], 3), Mid(widths[0])
+        self.stages = nn.ModuleList(
+            Stage(widths[i] // (2 if i else 1), c, config.num_res_blocks + 1, Upsample(c, up[i]) if i < last else None)
+            for i, c in enumerate(widths[1:])
+        )
+        self.norm_out, self.conv_out = Norm(widths[-1], 3), CausalConv3d(widths[-1], 3, 3)
+
+    def forward(self, z: Tensor, stream: Stream) -> Tensor:
+        x = self.mid(self.conv_in(z, stream), stream)
+        for stage in self.stages:
+            x = stage(x, stream)
+        return self.conv_out(F.silu(self.norm_out(x)), stream)
+
+
+class VAE(nn.Module):
+    """The pair, with the latent normalisation inside: latents outside this file are always normalised."""
+
+    FP32 = ()
+
+    def __init__(self, config: VAEConfig):
+        super().__init__()
+        self.config = config
+        self.encoder, self.decoder = Encoder(config), Decoder(config)
+        self.quant_conv = CausalConv3d(2 * config.z_dim, 2 * config.z_dim, 1)
+        self.post_quant_conv = CausalConv3d(config.z_dim, config.z_dim, 1)
+
+    def hub_name(self, name: str) -> str:
+        """The checkpoint lists the encoder's blocks flat: stage i's two resnets, its downsampler, stage i+1's ..."""
+        side, part, *rest = name.split(".")
+        if part == "stages" and side == "encoder":
+            stage, kind, *rest = rest
+            index = int(stage) * (self.config.num_res_blocks + 1)
+            index += int(rest.pop(0)) if kind == "resnets" else self.config.num_res_blocks
+            name = ".".join([side, "down_blocks", str(index), *rest])
+        name = name.replace("decoder.stages.", "decoder.up_blocks.").replace(".resample.", ".upsamplers.0.")
+        resamples = "upsamplers.0.conv." in name or (part == "stages" and rest[0] == "conv")
+        return (name.replace(".conv.", ".resample.1.") if resamples else name).replace(".mid.", ".mid_block.")
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        mean, std = like.new_tensor(self.config.latents_mean), like.new_tensor(self.config.latents_std)
+        return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
+
+    def moments(self, video: Tensor, chunk: int | None = 1) -> tuple[Tensor, Tensor]:
+        """Mean and log-variance (b, z, 1+n, y, x) of the posterior, not normalised; `chunk` latent frames at a time."""
+        stream, chunk = Stream(), chunk or video.shape[2]
+        sizes = [min(4 * chunk - 3, video.shape[2])]
+        while rest := video.shape[2] - sum(sizes):
+            sizes.append(min(4 * chunk, rest))
+        x = torch.cat([self.encoder(part, stream) for part in video.split(sizes, dim=2)], dim=2)
+        return self.quant_conv(x, stream).chunk(2, dim=1)
+
+    def encode(self, video: Tensor, chunk: int | None = 1) -> Tensor:
+        """Video in [-1, 1] -> normalised latents: the posterior's mode, as image conditioning wants it."""
+        mean, std = self._statistics(video)
+        return (self.moments(video, chunk)[0] - mean) / std
+
+    def decode(self, latents: Tensor, chunk: int | None = 1) -> Iterator[Tensor]:
+        """Yield the video (b, 3, frames, 8y, 8x) in [-1, 1], `chunk` latent frames at a time (None: all at once).
+
+        Latents are cast to the weights' dtype here and nowhere else, after their scale is undone in fp32.
+        """
+        mean, std = self._statistics(latents.float())
+        stream = Stream()
+        z = self.post_quant_conv((latents.float() * std + mean).to(self.post_quant_conv.weight.dtype), stream)
+        for part in z.split(chunk or z.shape[2], dim=2):
+            yield self.decoder(part, stream).clamp(-1, 1)

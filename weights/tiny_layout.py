@@ -1,0 +1,84 @@
+"""tiny-wan's sizes, and how its folder is written: the diffusers layout of Wan 2.2, in bf16.
+
+Loaders of the real checkpoint open it unchanged; only the numbers in the config files are small.
+"""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import clip_world
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from nanovgen.text import UMT5, UMT5Config
+from nanovgen.vae import VAE, Stream, VAEConfig
+from nanovgen.wan import Wan, WanConfig
+
+TEXT_ROWS, BOUNDARY, SHIFT = 32, 0.875, 5.0
+WAN_CONFIG = WanConfig(num_attention_heads=8, attention_head_dim=32, num_layers=5, ffn_dim=768, text_dim=128)
+TEXT_CONFIG = UMT5Config(vocab_size=3 + len(clip_world.word_list()), d_model=128, d_kv=32, d_ff=256, num_layers=3, num_heads=4)
+VAE_CONFIG = VAEConfig(base_dim=8, decoder_base_dim=16, latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16)
+
+
+def with_statistics(config: VAEConfig, mean: list[float], std: list[float]) -> VAEConfig:
+    return replace(config, latents_mean=tuple(round(x, 5) for x in mean), latents_std=tuple(round(x, 5) for x in std))
+
+
+def decode_raw(vae: VAE, z: Tensor) -> Tensor:
+    """Latents that are not normalised (b, 16, f, y, x) -> video, not clamped, so that training sees every error."""
+    stream = Stream()
+    return vae.decoder(vae.post_quant_conv(z.to(vae.post_quant_conv.weight.dtype), stream), stream)
+
+
+def save_module(module: nn.Module, folder: Path, name: str, config: dict) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {module.hub_name(k): v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in module.state_dict().items()}
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+    (folder / name).chmod(0o644)  # safetensors writes for the owner alone
+    write_json(folder / "config.json", config)
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def save_vae(vae: VAE, out: Path) -> None:
+    save_module(vae, out / "vae", "diffusion_pytorch_model.safetensors", {
+        "_class_name": "AutoencoderKLWan", **asdict(vae.config), "attn_scales": [], "dropout": 0.0, "is_residual": False,
+        "in_channels": 3, "out_channels": 3, "patch_size": None, "scale_factor_spatial": 8, "scale_factor_temporal": 4,
+    })  # fmt: skip
+
+
+def save_all(text: UMT5, high: Wan, low: Wan, vae: VAE, out: Path) -> None:
+    save_vae(vae, out)
+    for part, expert in (("transformer", high), ("transformer_2", low)):
+        save_module(expert, out / part, "diffusion_pytorch_model.safetensors", {
+            "_class_name": "WanTransformer3DModel", **asdict(expert.config), "patch_size": [1, 2, 2],
+            "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "added_kv_proj_dim": None, "image_dim": None,
+            "pos_embed_seq_len": None, "rope_max_seq_len": 1024,
+        })  # fmt: skip
+    save_module(text, out / "text_encoder", "model.safetensors", {
+        "architectures": ["UMT5EncoderModel"], "model_type": "umt5", **asdict(text.config),
+        "feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new", "is_gated_act": True, "dropout_rate": 0.0,
+        "pad_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False,
+    })  # fmt: skip
+    (out / "tokenizer").mkdir(exist_ok=True)
+    clip_world.build_tokenizer().save(str(out / "tokenizer" / "tokenizer.json"))
+    write_json(out / "tokenizer" / "tokenizer_config.json", {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": TEXT_ROWS, "pad_token": "<pad>",
+        "eos_token": "</s>", "unk_token": "<unk>", "model_input_names": ["input_ids", "attention_mask"],
+    })  # fmt: skip
+    write_json(out / "scheduler" / "scheduler_config.json", {
+        "_class_name": "UniPCMultistepScheduler", "num_train_timesteps": 1000, "prediction_type": "flow_prediction",
+        "use_flow_sigmas": True, "flow_shift": SHIFT, "solver_order": 2, "solver_type": "bh2", "predict_x0": True,
+        "lower_order_final": True, "final_sigmas_type": "zero",
+    })  # fmt: skip
+    write_json(out / "model_index.json", {
+        "_class_name": "WanPipeline", "boundary_ratio": BOUNDARY, "expand_timesteps": False,
+        "scheduler": ["diffusers", "UniPCMultistepScheduler"], "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", "PreTrainedTokenizerFast"], "vae": ["diffusers", "AutoencoderKLWan"],
+        "transformer": ["diffusers", "WanTransformer3DModel"], "transformer_2": ["diffusers", "WanTransformer3DModel"],
+    })  # fmt: skip
