@@ -61,23 +61,31 @@ def read_shape(video: Tensor, behind: Tensor, ideals: dict[str, tuple[float, Ten
     if seen.flatten(1).sum(dim=1).min() < 40:  # missing in some frame
         return ShapeReading()
     colour = video[:, seen].median(dim=1).values
+    name = nearest(colour, COLOURS) if one_colour(video[:, seen], behind, colour) else None
     mask = contrast / (colour - behind).norm().clamp(min=0.3)  # exact at a blended edge; other colours count too
     mask = torch.where(mask < 0.3, 0.0, mask.clamp(max=1))
     x, y, radius = track(mask)
     smooth = line(radius)
-    if smooth.min() < 2 or smooth.max() > 60:
-        return ShapeReading(colour=nearest(colour, COLOURS))
+    if smooth.min() < 2 or smooth.max() > 40:  # a speck or a flood; the largest true shape has 28
+        return ShapeReading(colour=name)
     patches = cut_out(mask, x, y, smooth)
     fits = {kind: overlap(patches, bank) for kind, (_, bank) in ideals.items()}  # each (f, k)
     best = torch.stack([fit.max(dim=1).values for fit in fits.values()])  # (kinds, f)
     winner = best.mean(dim=1).argmax().item()
     kind, iou = list(fits)[winner], best[winner].mean().item()
-    if iou < 0.6 or (best.argmax(dim=0) == winner).float().mean() < 0.75:  # no shape, or not one shape all along
-        return ShapeReading(colour=nearest(colour, COLOURS), motion=read_motion(x, y, smooth, torch.zeros_like(x)))
+    if iou < 0.6 or (best.argmax(dim=0) == winner).float().mean() < 0.85:  # no shape, or not one shape all along
+        return ShapeReading(colour=name, motion=read_motion(x, y, smooth, torch.zeros_like(x)))
     own_radius, bank = ideals[kind]
     turned = unwrap(fits[kind].argmax(dim=1), len(bank)) * (2 * math.pi / KINDS[kind][0] / len(bank))
     size = 'big' if radius.mean() / own_radius > 16 else 'small'
-    return ShapeReading(kind, nearest(colour, COLOURS), size, read_motion(x, y, smooth, turned), iou)
+    return ShapeReading(kind, name, size, read_motion(x, y, smooth, turned), iou)
+
+
+def one_colour(pixels: Tensor, behind: Tensor, colour: Tensor) -> bool:
+    """Whether pixels (3, n) blend the background (3,) with this one colour (3,), but for a fifth of them."""
+    pixels, contrast = pixels - behind[:, None], (colour - behind)[:, None]
+    share = ((pixels * contrast).sum(dim=0) / (contrast * contrast).sum().clamp(min=0.1)).clamp(0, 1)
+    return ((pixels - share * contrast).norm(dim=0) < 0.4).float().mean().item() > 0.8
 
 
 def track(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

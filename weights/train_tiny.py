@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--dit-minutes", type=float, default=15)
     parser.add_argument("--clips", type=int, default=49152, help="clips encoded once and kept on the device")
     parser.add_argument("--batch", type=int, default=128, help="clips a step and expert")
-    parser.add_argument("--vae-batch", type=int, default=64, help="crops a step")
+    parser.add_argument("--vae-batch", type=int, default=32, help="crops a step")
     parser.add_argument("--lr-vae", type=float, default=2e-3)
     parser.add_argument("--lr-dit", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)

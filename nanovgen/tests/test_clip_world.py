@@ -132,6 +132,11 @@ def test_reader_catches_a_circle_for_a_square_and_another_background():
     assert verdict(square, draw(replace(square, background='navy')))['background'] == 0
 
 
+def test_reader_catches_a_change_of_colour():
+    other = replace(STAR, shapes=(replace(STAR.shapes[0], colour='red'),))
+    assert verdict(STAR, torch.cat([draw(STAR)[:, :22], draw(other)[:, 22:]], dim=1))['colour'] == 0
+
+
 def test_reader_catches_swapped_sides():
     rates = verdict(PAIR, draw(PAIR).flip(-1))
     assert rates['both_colours_present'] == 1 and rates['all_right_with_sides'] == 0 and rates['kind'] == 0
@@ -143,7 +148,7 @@ def test_reader_catches_a_spin_that_deforms(kind):
     rigid, circle = draw(clip), draw(replace(clip, shapes=(Shape('circle', 'cyan', 'big', 'still'),)))
     assert verdict(clip, rigid)['spin_rigid'] == 1
     assert verdict(clip, squashed(rigid, 0.4))['spin_rigid'] == 0
-    melting = torch.cat([rigid[:, :16], circle[:, 16:]], dim=1)
+    melting = torch.cat([rigid[:, :25], circle[:, 25:]], dim=1)
     assert verdict(clip, melting)['spin_rigid'] == 0 and verdict(clip, melting)['kind'] == 0
 
 
