@@ -27,11 +27,12 @@ class Masters:
     """Holds the model's weights in fp32. `step` reads .grad of the model, moves the masters and copies them back."""
 
     def __init__(self, model: nn.Module, matrices: Callable[[str, Tensor], bool], average: float = 0.999):
-        self.live = list(model.parameters())
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.live = [p for _, p in named]
         self.master = [p.detach().float().clone() for p in self.live]
         self.mean = [p.clone() for p in self.master]
         self.average, self.steps = average, 0
-        chosen = [matrices(name, p) for name, p in model.named_parameters()]
+        chosen = [matrices(name, p) for name, p in named]
         by_shape = defaultdict(list)
         for i, p in enumerate(self.live):
             if chosen[i]:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from nanovgen import checkpoint
 from nanovgen.text import UMT5, UMT5Config
 from nanovgen.vae import VAE, Stream, VAEConfig
 from nanovgen.wan import Wan, WanConfig
@@ -32,12 +33,18 @@ def decode_raw(vae: VAE, z: Tensor) -> Tensor:
     return vae.decoder(vae.post_quant_conv(z.to(vae.post_quant_conv.weight.dtype), stream), stream)
 
 
-def save_module(module: nn.Module, folder: Path, name: str, config: dict) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def save_weights(module: nn.Module, path: Path) -> None:
+    """All tensors in bf16, under the hub's names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {module.hub_name(k): v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in module.state_dict().items()}
-    save_file(tensors, folder / name, metadata={"format": "pt"})
-    (folder / name).chmod(0o644)  # safetensors writes for the owner alone
-    write_json(folder / "config.json", config)
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors writes for the owner alone
+
+
+def load_vae(out: Path, device: str) -> VAE:
+    component = checkpoint.open_component(out / "vae")
+    vae = checkpoint.build(VAE, VAEConfig.read(component.config))
+    return checkpoint.load(vae, component, torch.device(device), torch.bfloat16).requires_grad_(True)
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -46,21 +53,29 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def save_vae(vae: VAE, out: Path) -> None:
-    save_module(vae, out / "vae", "diffusion_pytorch_model.safetensors", {
-        "_class_name": "AutoencoderKLWan", **asdict(vae.config), "attn_scales": [], "dropout": 0.0, "is_residual": False,
+    save_weights(vae, out / "vae" / "diffusion_pytorch_model.safetensors")
+    write_vae_config(vae.config, out)
+
+
+def write_vae_config(config: VAEConfig, out: Path) -> None:
+    write_json(out / "vae" / "config.json", {
+        "_class_name": "AutoencoderKLWan", **asdict(config), "attn_scales": [], "dropout": 0.0, "is_residual": False,
         "in_channels": 3, "out_channels": 3, "patch_size": None, "scale_factor_spatial": 8, "scale_factor_temporal": 4,
     })  # fmt: skip
 
 
-def save_all(text: UMT5, high: Wan, low: Wan, vae: VAE, out: Path) -> None:
-    save_vae(vae, out)
+def save_experts(text: UMT5, high: Wan, low: Wan, vae_config: VAEConfig, out: Path) -> None:
+    """All of the folder but the VAE's weights; its config holds the statistics of the latents that these learned on."""
+    write_vae_config(vae_config, out)
     for part, expert in (("transformer", high), ("transformer_2", low)):
-        save_module(expert, out / part, "diffusion_pytorch_model.safetensors", {
+        save_weights(expert, out / part / "diffusion_pytorch_model.safetensors")
+        write_json(out / part / "config.json", {
             "_class_name": "WanTransformer3DModel", **asdict(expert.config), "patch_size": [1, 2, 2],
             "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "added_kv_proj_dim": None, "image_dim": None,
             "pos_embed_seq_len": None, "rope_max_seq_len": 1024,
         })  # fmt: skip
-    save_module(text, out / "text_encoder", "model.safetensors", {
+    save_weights(text, out / "text_encoder" / "model.safetensors")
+    write_json(out / "text_encoder" / "config.json", {
         "architectures": ["UMT5EncoderModel"], "model_type": "umt5", **asdict(text.config),
         "feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new", "is_gated_act": True, "dropout_rate": 0.0,
         "pad_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False,

@@ -1,12 +1,15 @@
 """Train weights/tiny-wan from nothing on one GPU: a Wan 2.2 in small, whose world is clip_world.py.
 
-    python weights/train_tiny.py --out weights/tiny-wan                      # one H200: see README.md for minutes, scores
-    python weights/train_tiny.py --out /tmp/toy --vae-minutes 0.3 --dit-minutes 0.3 --clips 64 --batch 4   # CPU, a smoke test
+    python weights/train_tiny.py --out /tmp/tiny-wan                       # one H200: see README.md for minutes, scores
+    python weights/train_tiny.py --out /tmp/toy --minutes 0.3 0.3 0.3 --clips 64 --batch 4 --vae-batch 2    # CPU smoke test
 
-Two stages. The VAE learns on crops that follow a shape, then on whole clips. Then its latents are frozen, and the text
-encoder and both experts learn together, each expert on its own range of noise. All modules are nanovgen's, run in the
-dtypes in which they will be used; fp32 master weights take the gradient steps. Budgets are minutes, and the learning
-rate follows the share of the budget that is spent.
+Three stages. "vae": the VAE learns on crops that follow a shape. "decoder": its encoder is frozen, and the decoder learns
+on whole clips (a decoder that saw 17 frames drifts after 25). "experts": the text encoder and both experts learn on the
+latents, each expert on its own range of noise. The last two need only the first, so they may run at once on two cards
+with one --out (`--stages decoder`, `--stages experts`): each writes the files that are its own.
+
+All modules are nanovgen's, run in bf16 as they will be used; fp32 master weights take the gradient steps. Budgets are
+minutes, and the learning rate follows the share of the budget that is spent.
 """
 
 import argparse
@@ -35,7 +38,7 @@ def learning_rate(progress: float) -> float:
     return min(1.0, progress / 0.02, (1 - progress) / 0.5)
 
 
-# Stage 1: the VAE
+# Stages "vae" and "decoder"
 
 
 def start_vae(device: str) -> VAE:
@@ -71,46 +74,60 @@ def crops(clips: list, rng: random.Random, device: str) -> tuple[torch.Tensor, t
     return torch.stack(windows).split([3, 1], dim=1)
 
 
-def vae_loss(vae: VAE, video: torch.Tensor, cover: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss, and the mean square error for the log. Inside the shapes counts four times."""
-    mean, log_variance = (m.float() for m in vae.moments(video.bfloat16(), chunk=None))
-    log_variance = log_variance.clamp(-20, 10)
-    z = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
-    error = tiny_layout.decode_raw(vae, z).float() - video
+def reconstruction_loss(video: torch.Tensor, found: torch.Tensor, cover: torch.Tensor) -> torch.Tensor:
+    """L1, squares, and L1 of the changes over f, y and x. Inside the shapes counts four times."""
+    error = found.float() - video
     weight = (1 + 3 * cover) / (1 + 3 * cover.mean())
     changes = [(error.diff(dim=dim).abs() * weight.narrow(dim, 1, weight.shape[dim] - 1)).mean() for dim in (2, 3, 4)]
+    return (error.abs() * weight).mean() + 2 * (error.square() * weight).mean() + 0.5 * sum(changes)
+
+
+def vae_loss(vae: VAE, video: torch.Tensor, cover: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of one batch, and its mean square error for the log."""
+    mean, log_variance = (m.float() for m in vae.moments(video.bfloat16(), chunk=None))
+    log_variance = log_variance.clamp(-20, 10)
+    found = tiny_layout.decode_raw(vae, mean + torch.randn_like(mean) * (0.5 * log_variance).exp())
     kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
-    square = error.square()
-    return (error.abs() * weight).mean() + 2 * (square * weight).mean() + 0.5 * sum(changes) + 1e-4 * kl, square.mean()
+    return reconstruction_loss(video, found, cover) + 1e-4 * kl, (found - video).square().mean().detach()
 
 
-def train_vae(args: argparse.Namespace) -> VAE:
-    rng, vae = random.Random(args.seed), start_vae(args.device)
+def decoder_loss(vae: VAE, video: torch.Tensor, cover: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As vae_loss, for the decoder alone: latents are the posterior's means, as generation will see them."""
+    with torch.no_grad():
+        z = vae.moments(video.bfloat16(), chunk=None)[0]
+    found = tiny_layout.decode_raw(vae, z)
+    return reconstruction_loss(video, found, cover), (found - video).square().mean().detach()
+
+
+def fit_vae(vae: VAE, args: argparse.Namespace, minutes: float, whole: bool) -> None:
+    """Stage "vae" on crops, or stage "decoder" on an eighth as many whole clips a step."""
+    rng, device = random.Random(args.seed + whole), args.device
+    for part in (vae.encoder, vae.quant_conv):
+        part.requires_grad_(not whole)
     masters = Masters(vae, matrices=lambda name, p: p.ndim > 3 and p.shape[0] > 3)
     if args.compile:
-        vae.encoder.compile(dynamic=False)
         vae.decoder.compile(dynamic=False)
+        if not whole:
+            vae.encoder.compile(dynamic=False)
     start, step, log = time.time(), 0, []
-    while (progress := (time.time() - start) / (60 * args.vae_minutes)) < 1:
-        clips = [clip_world.sample_clip(rng, rng.choice((1, 2))) for _ in range(args.vae_batch if progress < 0.75 else max(1, args.vae_batch // 8))]
-        if progress < 0.75:
-            video, cover = crops(clips, rng, args.device)
+    while (progress := (time.time() - start) / (60 * minutes)) < 1:
+        clips = [clip_world.sample_clip(rng, rng.choice((1, 2))) for _ in range(max(1, args.vae_batch // (8 if whole else 1)))]
+        if whole:
+            loss, square = decoder_loss(vae, clip_world.render(clips, device), clip_world.masks(clips, device)[:, None])
         else:
-            video, cover = clip_world.render(clips, args.device), clip_world.masks(clips, args.device)[:, None]
-        loss, square = vae_loss(vae, video, cover)
+            loss, square = vae_loss(vae, *crops(clips, rng, device))
         loss.backward()
-        masters.step(lr_matrices=args.lr_vae * learning_rate(progress), lr_rest=args.lr_vae * learning_rate(progress))
-        log.append(square.detach())
+        masters.step(*[args.lr_vae * learning_rate(progress)] * 2)
+        log.append(square)
         if step % 100 == 0 and step:
             psnr = -10 * torch.stack(log).mean().div(4).log10()
-            print(f"vae step {step}, {time.time() - start:.0f} s, PSNR {psnr:.2f} dB", flush=True)
+            print(f"{'decoder' if whole else 'vae'} step {step}, {time.time() - start:.0f} s, PSNR {psnr:.2f} dB", flush=True)
             log.clear()
         step += 1
     masters.finish()
-    return vae
 
 
-# Stage 2: text encoder and experts, on frozen latents
+# Stage "experts"
 
 
 def draw_captions(job: tuple[int, int]) -> list:
@@ -188,7 +205,8 @@ def expert_loss(expert: Wan, text: torch.Tensor, x0: torch.Tensor, weight: torch
     return ((velocity - (noise - x0)).square() * weight).mean()
 
 
-def train_experts(vae: VAE, args: argparse.Namespace) -> tuple[torch.nn.ModuleList, VAE]:
+def fit_experts(vae: VAE, args: argparse.Namespace, minutes: float) -> torch.nn.ModuleList:
+    """Train, and leave the latents' statistics in vae.config."""
     start = time.time()
     latents, ids, weights = encode_clips(vae, args)
     mean = latents.float().mean((0, 2, 3, 4))
@@ -203,7 +221,7 @@ def train_experts(vae: VAE, args: argparse.Namespace) -> tuple[torch.nn.ModuleLi
             block.compile(dynamic=False)
     rng, nothing = random.Random(args.seed + 1), dropped_captions(4096, random.Random(args.seed + 2)).to(args.device)
     start, step, log = time.time(), 0, []
-    while (progress := (time.time() - start) / (60 * args.dit_minutes)) < 1:
+    while (progress := (time.time() - start) / (60 * minutes)) < 1:
         pick = torch.randint(len(latents), (2 * args.batch,), device=args.device)
         prompt = ids[pick, torch.randint(CAPTIONS, pick.shape, device=args.device)]
         drop = torch.rand(pick.shape, device=args.device) < 0.1
@@ -221,17 +239,17 @@ def train_experts(vae: VAE, args: argparse.Namespace) -> tuple[torch.nn.ModuleLi
             log.clear()
         step += 1
     masters.finish()
-    return model, vae
+    return model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--vae-minutes", type=float, default=6)
-    parser.add_argument("--dit-minutes", type=float, default=15)
-    parser.add_argument("--clips", type=int, default=49152, help="clips encoded once and kept on the device")
-    parser.add_argument("--batch", type=int, default=128, help="clips a step and expert")
+    parser.add_argument("--stages", nargs="+", default=["vae", "decoder", "experts"], choices=["vae", "decoder", "experts"])
+    parser.add_argument("--minutes", nargs=3, type=float, default=[5.5, 7, 11.5], help="of vae, decoder, experts")
+    parser.add_argument("--clips", type=int, default=20480, help="clips encoded once and kept on the device")
+    parser.add_argument("--batch", type=int, default=160, help="clips a step and expert")
     parser.add_argument("--vae-batch", type=int, default=32, help="crops a step")
     parser.add_argument("--lr-vae", type=float, default=2e-3)
     parser.add_argument("--lr-dit", type=float, default=2e-3)
@@ -239,13 +257,20 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    began = time.time()
-    vae = train_vae(args)
-    tiny_layout.save_vae(vae, args.out)
-    model, vae = train_experts(vae, args)
-    tiny_layout.save_all(*model, vae, args.out)
-    report = dict(vars(args), out=args.out.name, minutes=(time.time() - began) / 60)
-    print(json.dumps(report))
+    began, minutes = time.time(), dict(zip(("vae", "decoder", "experts"), args.minutes, strict=True))
+    vae = start_vae(args.device) if "vae" in args.stages else tiny_layout.load_vae(args.out, args.device)
+    if "vae" in args.stages:
+        fit_vae(vae, args, minutes["vae"], whole=False)
+        tiny_layout.save_vae(vae, args.out)
+    if "decoder" in args.stages:
+        vae = tiny_layout.load_vae(args.out, args.device)
+        fit_vae(vae, args, minutes["decoder"], whole=True)
+        tiny_layout.save_weights(vae, args.out / "vae" / "diffusion_pytorch_model.safetensors")
+    if "experts" in args.stages:
+        vae = tiny_layout.load_vae(args.out, args.device)
+        text, high, low = fit_experts(vae, args, minutes["experts"])
+        tiny_layout.save_experts(text, high, low, vae.config, args.out)
+    print(json.dumps(dict(vars(args), out=args.out.name, took_minutes=(time.time() - began) / 60)))
 
 
 if __name__ == "__main__":

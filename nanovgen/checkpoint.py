@@ -1,0 +1,175 @@
+"""Raw safetensors to weights on the device: strict, shard by shard, and nothing is ever unpickled.
+
+A component is a folder: config.json and either one *.safetensors file or several with an *.index.json. All that can be
+wrong with it is found from the files' headers (a few KiB each) before a weight is read: a missing, truncated or
+re-saved shard, missing or unknown tensors, wrong shapes. Then each tensor goes from the mapped file to the device in
+its final dtype, so the host never holds more than one shard beside the model.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
+PARTS = ("model_index.json", "scheduler/*", "tokenizer/*", *(f"{part}/*.{end}" for end in ("json", "safetensors")
+         for part in ("text_encoder", "transformer", "transformer_2", "vae")))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Component:
+    """One part of a checkpoint, as its headers describe it: for each shard, {tensor name: shape}."""
+
+    folder: Path
+    shards: dict[Path, dict[str, tuple[int, ...]]]
+    stored_bytes: int
+
+    @property
+    def config(self) -> dict:
+        return read_json(self.folder / "config.json")
+
+
+def locate(model: str) -> Path:
+    """The folder of a checkpoint: itself, or the hub's snapshot of an id, downloaded only where it is not local yet."""
+    if Path(model).is_dir():
+        return Path(model)
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise ValueError(f"model {model!r} is no folder here and no hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(model, allow_patterns=list(PARTS), local_files_only=True))
+        if is_whole(folder):
+            return folder
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(PARTS)))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ValueError(f"{model} is not whole in the local cache and cannot be downloaded ({type(error).__name__}); "
+                         "see weights/README.md, or give --model a folder") from error  # fmt: skip
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether every component that model_index.json names is there with all the shards of its index."""
+    try:
+        for part, library in read_json(folder / "model_index.json").items():
+            if isinstance(library, list) and library[0] and part in ("text_encoder", "transformer", "transformer_2", "vae"):
+                open_component(folder / part)
+    except ValueError:
+        return False
+    return True
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def open_component(folder: Path) -> Component:
+    """Read a component's headers and hold them against its index and the files' sizes. Raises ValueError."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is missing")
+    indices, files = sorted(folder.glob("*.safetensors.index.json")), sorted(folder.glob("*.safetensors"))
+    if indices:
+        index = read_json(indices[0])
+        names = sorted(set(index["weight_map"].values()))
+        if strange := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"{indices[0]} names a file outside its folder: {strange[0]}")
+        if absent := [name for name in names if not (folder / name).exists()]:
+            raise ValueError(f"{folder} lacks {len(absent)} of {len(names)} shards: {', '.join(absent[:5])}; download again")
+        files = [folder / name for name in names]
+    elif pickled := [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")] if not files else []:
+        raise ValueError(f"{folder} holds {pickled[0]}, a pickle, which is never opened; convert it to safetensors")
+    elif len(files) != 1:
+        raise ValueError(f"{folder} holds {len(files)} safetensors files and no index; one file, or an index, is needed")
+    shards, total = {}, 0
+    for path in files:
+        shards[path], size = read_header(path)
+        total += size
+    if indices:
+        check_index(indices[0], index, shards, total)
+    return Component(folder, shards, total)
+
+
+def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Names and shapes in a safetensors file, and its data's bytes, without reading the data."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(size - 8, 100_000_000):
+            raise ValueError(f"{path} is no whole safetensors file ({size} bytes); download it again")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    data = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != 8 + length + data:
+        raise ValueError(f"{path} has {size} bytes where its header says {8 + length + data}; download it again")
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        if entry["dtype"] not in BYTES or end - begin != math.prod(entry["shape"]) * BYTES[entry["dtype"]]:
+            raise ValueError(f"{path}: {name} is {entry['dtype']} {entry['shape']} in {end - begin} bytes")
+    return {name: tuple(entry["shape"]) for name, entry in header.items()}, data
+
+
+def check_index(path: Path, index: dict, shards: dict[Path, dict], total: int) -> None:
+    found = {name: shard.name for shard, header in shards.items() for name in header}
+    compare_names(str(path), set(index["weight_map"]), set(found), "its shards have")
+    if moved := [name for name, shard in index["weight_map"].items() if found[name] != shard]:
+        raise ValueError(f"{path} says {moved[0]} is in {index['weight_map'][moved[0]]}; it is in {found[moved[0]]}")
+    stated = index.get("metadata", {}).get("total_size", total)
+    if stated != total:
+        raise ValueError(f"{path} says {stated} bytes of tensors; its shards hold {total}")
+
+
+def compare_names(what: str, wanted: set[str], found: set[str], who: str) -> None:
+    missing, unknown = sorted(wanted - found), sorted(found - wanted)
+    if missing or unknown:
+        lists = [f"{len(names)} {kind}: {', '.join(names[:5])}" for kind, names in (("missing", missing), ("unknown", unknown)) if names]
+        raise ValueError(f"{what}: {who} {'; '.join(lists)}")
+
+
+def build(model_class: type[nn.Module], config: object) -> nn.Module:
+    """The model on meta: shapes and no memory."""
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def check(model: nn.Module, component: Component) -> None:
+    """Refuse a component whose names or shapes are not the model's, in either direction."""
+    found = {name: shape for header in component.shards.values() for name, shape in header.items()}
+    wanted = {model.hub_name(name): tuple(p.shape) for name, p in model.state_dict().items()}
+    compare_names(str(component.folder), set(wanted), set(found), "tensors")
+    if wrong := [name for name in wanted if wanted[name] != found[name]]:
+        name = wrong[0]
+        raise ValueError(f"{component.folder}: {len(wrong)} tensors differ in shape, first {name}: {found[name]}, "
+                         f"where its config asks for {wanted[name]}")  # fmt: skip
+
+
+def final_dtype(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if any(part in name for part in model.FP32) else dtype
+
+
+def load(model: nn.Module, component: Component, device: torch.device, dtype: torch.dtype,
+         progress: Callable[[int], object] = lambda done: None) -> nn.Module:  # fmt: skip
+    """Fill a model built on meta. Weights that it lists in FP32 go there straight from the file. `progress` gets bytes."""
+    check(model, component)
+    ours = {model.hub_name(name): name for name in model.state_dict()}
+    weights = {}
+    for path, header in component.shards.items():
+        with safe_open(path, framework="pt", device="cpu") as shard:  # mapped, not read
+            for theirs in header:
+                tensor = shard.get_tensor(theirs)
+                weights[ours[theirs]] = tensor.to(device, final_dtype(model, ours[theirs], dtype), copy=True)
+                progress(tensor.nbytes)
+    model.load_state_dict(weights, assign=True)
+    return model.requires_grad_(False).eval()

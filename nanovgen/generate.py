@@ -1,0 +1,208 @@
+"""A job to a video: encode the prompts, denoise, decode and write.
+
+    prompt -> text states -> context per expert          noise -> latents (saved) -> frames -> MP4
+
+Each part of the checkpoint is on the device only while it is used. Whatever fails after the denoising costs nothing:
+the latents are on disk, and the message says how to go on from them.
+"""
+
+import json
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from nanovgen import attention, checkpoint, plan, scheduler, video
+from nanovgen.plan import Job
+from nanovgen.recipe import Request, parse_size
+from nanovgen.text import PromptTokenizer, encode_prompt
+from nanovgen.wan import Context
+
+
+class Stages:
+    """Seconds and peak memory by stage."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.rows = device, {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        gpu = self.device.type == "cuda"
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        yield
+        if gpu:
+            torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() if gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        seconds, before = self.rows.get(name, (0.0, 0))
+        self.rows[name] = (seconds + time.perf_counter() - start, max(before, peak))
+
+
+def load(job: Job, part: str, stages: Stages) -> nn.Module:
+    component = job.components[part]
+    with stages("load"), tqdm(total=component.stored_bytes, unit="B", unit_scale=True, desc=f"load {part}") as bar:
+        dtype = torch.float32 if part == "vae" else job.dtype
+        return checkpoint.load(job.models[part], component, job.device, dtype, bar.update)
+
+
+def check_finite(x: Tensor, stage: str) -> Tensor:
+    if not x.isfinite().all():
+        raise FloatingPointError(f"{stage} has values that are not finite; nothing after it can be right")
+    return x
+
+
+def encode_texts(job: Job, stages: Stages) -> list[Tensor]:
+    """States (1, rows, C) of the prompt and, where a pass uses it, of the negative prompt."""
+    encoder = load(job, "text_encoder", stages)
+    with stages("text"):
+        tokenizer, states = PromptTokenizer(job.tokenizer), []
+        for what, text in (("prompt", job.request.prompt), ("negative prompt", job.negative)):
+            if text is None:
+                continue
+            ids, cut = tokenizer(text)
+            if cut:
+                tqdm.write(f"the {what} is {cut} tokens too long: {tokenizer.limit} are used")
+            states.append(check_finite(encode_prompt(encoder, ids, tokenizer.limit), f"text encoding ({what})"))
+    return states
+
+
+def image_condition(job: Job, stages: Stages) -> Tensor:
+    """What image-to-video puts beside the noise: a mask (1, 4, f, y, x), 1 on frame 0, and the image's latents.
+
+    The latents are those of a clip whose first frame is the image and whose others are mid-grey.
+    """
+    vae = load(job, "vae", stages)
+    with stages("image"):
+        image = video.read_image(job.request.image, *parse_size(job.request.size))
+        clip = torch.cat([image, image.new_zeros(1, 3, job.request.frames - 1, *image.shape[3:])], dim=2)
+        latents = vae.encode(clip.to(job.device), job.request.chunk or None)
+        mask = torch.zeros_like(latents[:, :4])
+        mask[:, :, 0] = 1
+    return check_finite(torch.cat([mask, latents], dim=1), "image encoding")
+
+
+def velocity(job: Job, model: nn.Module, x: Tensor, t: int, contexts: list[Context]) -> Tensor:
+    """Guided velocity (classifier-free guidance, arXiv:2207.12598), fp32; guidance 1 runs the prompt alone."""
+    kernel = attention.KERNELS[job.kernel]
+    attend = lambda q, k, v: attention.attention(q(), k(), v(), kernel)[0]  # noqa: E731
+    forward = partial(model, x.to(job.dtype), torch.tensor([t], device=x.device), attend=attend, axis=job.mesh.seq)
+    cond, guidance = forward(context=contexts[0]).float(), job.guidance(t)
+    if guidance == 1:
+        return cond
+    uncond = forward(context=contexts[1]).float()
+    return uncond + guidance * (cond - uncond)
+
+
+def denoise(job: Job, texts: list[Tensor], condition: Tensor | None, stages: Stages) -> Tensor:
+    """Latents (1, 16, f, y, x), fp32 on the device."""
+    experts = {part: load(job, part, stages) for part in job.models if part.startswith("transformer")}
+    attention.prove(job.kernel, job.device, job.dtype, next(iter(experts.values())).config.attention_head_dim)
+    with stages("denoise"):
+        contexts = {part: [model.context(text, *job.latent_shape) for text in texts] for part, model in experts.items()}
+        generator = torch.Generator().manual_seed(job.request.seed)  # on the CPU: the same on every machine
+        x = torch.randn(1, 16, *job.latent_shape, generator=generator).to(job.device)
+        state, step = scheduler.SOLVERS[job.request.solver]
+        with tqdm(total=len(job.times), desc="denoise", unit="step") as bar:
+            for i, t in enumerate(job.times):
+                part = job.expert(t)
+                bar.set_postfix(expert="high" if part == "transformer" else "low", refresh=False)
+                given = x if condition is None else torch.cat([x, condition], dim=1)
+                v = velocity(job, experts[part], given, t, contexts[part])
+                state, x = step(state, job.sigmas, i, x, v)
+                check_finite(x, f"denoising, step {i + 1}")
+                bar.update()
+    return x
+
+
+def latents_path(out: Path) -> Path:
+    return out.with_suffix(".latents.safetensors")
+
+
+def save_latents(latents: Tensor, job: Job) -> Path:
+    """Under its name only when whole, with the request inside."""
+    path = latents_path(job.out)
+    part = path.with_name(f".{path.name}.part")
+    save_file({"latents": latents.cpu()}, part, metadata={"request": json.dumps(asdict(job.request))})
+    part.replace(path)
+    return path
+
+
+def resume(request: Request) -> Request:
+    """The request stored in --latents, with what was given anew: where it goes, on what, and how it is decoded."""
+    try:
+        with safe_open(request.latents, framework="pt") as file:
+            stored = Request(**json.loads(file.metadata()["request"]))
+    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"{request.latents} holds no latents that we saved: {error}") from None
+    return replace(stored, latents=request.latents, out=request.out or stored.out, sheet=request.sheet, device=request.device,
+                   dtype=request.dtype, chunk=request.chunk if request.chunk is not None else stored.chunk)  # fmt: skip
+
+
+def read_latents(job: Job) -> Tensor:
+    with safe_open(job.request.latents, framework="pt") as file:
+        latents = file.get_tensor("latents")
+    if latents.shape[2:] != job.latent_shape:
+        raise ValueError(f"{job.request.latents} is {tuple(latents.shape[2:])}, where its request gives {job.latent_shape}")
+    return latents.to(job.device)
+
+
+def decode(job: Job, latents: Tensor, stages: Stages) -> None:
+    """Write the MP4 chunk by chunk, and the contact sheet."""
+    vae, frames = load(job, "vae", stages), []
+    chunks = vae.decode(latents, job.request.chunk or None)
+    with video.VideoWriter(job.out, *parse_size(job.request.size), job.request.fps) as writer:
+        while True:
+            with stages("decode"):
+                chunk = next(chunks, None)
+            if chunk is None:
+                break
+            with stages("write"):
+                pixels = video.to_pixels(check_finite(chunk, "decoding"))
+                writer.write(pixels)
+                if job.request.sheet:
+                    frames.extend(pixels)
+    if job.request.sheet:
+        video.contact_sheet(frames, job.out.with_suffix(".png"))
+
+
+def generate(job: Job) -> dict:
+    """Run a job that `plan.prepare` accepted; returns what is also written to the JSON beside the video."""
+    stages, start = Stages(job.device), time.perf_counter()
+    with torch.inference_mode():
+        if job.request.latents:
+            latents, saved = read_latents(job), Path(job.request.latents)
+        else:
+            texts = encode_texts(job, stages)
+            condition = image_condition(job, stages) if job.request.image else None
+            latents = denoise(job, texts, condition, stages)
+            saved = save_latents(latents, job)
+        try:
+            decode(job, latents, stages)
+        except (Exception, KeyboardInterrupt) as error:
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RuntimeError(f"no video, but the latents are safe ({what}); go on from them with: "
+                               f"python run.py --latents {saved} --out {job.out}") from error  # fmt: skip
+    report = {
+        "request": asdict(replace(job.request, out=str(job.out))),
+        "plan": plan.describe(job),
+        "sigmas": job.sigmas.tolist(),
+        "timesteps": job.times,
+        "stages": {name: {"seconds": s, "peak_bytes": peak} for name, (s, peak) in stages.rows.items()},
+        "seconds": time.perf_counter() - start,
+        "bytes_sent": {},
+        "latents": str(saved),
+        "output": str(job.out),
+        "torch": torch.__version__,
+    }
+    job.out.with_suffix(".json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    return report

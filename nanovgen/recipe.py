@@ -1,0 +1,186 @@
+"""What is asked for: a request (the video), a recipe (how to spread it), and each model's defaults. Plain data.
+
+A request field that is None takes the model's default; `run.py` makes its flags from these fields. A recipe is a YAML
+file with the keys of NVIDIA's VisualGen recipes. An unknown key is an error, never ignored.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import yaml
+
+
+def _option(default: object, text: str):
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Request:
+    """One video. Sizes in pixels, fps in frames a second, guidance as in v = uncond + guidance (cond - uncond)."""
+
+    prompt: str | None = _option(None, "what the video shows")
+    model: str = _option("tiny-wan", "tiny-wan, a folder in the diffusers layout, or a hub id")
+    negative_prompt: str | None = _option(None, 'what it must not show: text, or @FILE; "" is the empty prompt; not given: our default')
+    image: str | None = _option(None, "first frame, for image-to-video models")
+    size: str | None = _option(None, "WIDTHxHEIGHT, multiples of 16")
+    frames: int | None = _option(None, "number of frames, 4k+1")
+    fps: int | None = _option(None, "frames a second in the file")
+    steps: int | None = _option(None, "denoising steps")
+    guidance: float | None = _option(None, "guidance of the high-noise expert; 1 skips the negative prompt")
+    guidance_low: float | None = _option(None, "guidance of the low-noise expert")
+    shift: float | None = _option(None, "flow shift: how far the steps are bent towards noise")
+    boundary: float | None = _option(None, "the high-noise expert serves t >= 1000 * boundary")
+    grid: str = _option("native", "sigma grid: native (Wan's own code) or diffusers")
+    solver: str = _option("unipc", "unipc or euler")
+    seed: int = _option(0, "seed of the noise; the video does not depend on the number of ranks")
+    out: str | None = _option(None, "output .mp4 (not given: a new name made of the prompt)")
+    sheet: bool = _option(False, "also write a contact sheet, OUT.png")
+    latents: str | None = _option(None, "resume: decode this file of saved latents, nothing else")
+    device: str = _option("auto", "cuda, cpu, or auto")
+    dtype: str = _option("auto", "bfloat16, float32, or auto (bfloat16 on a GPU); the VAE is always float32")
+    chunk: int | None = _option(None, "latent frames decoded at a time; 0: all at once")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A known model: where it lives, how its transformer differs from Wan 2.2 T2V-A14B's, and its defaults."""
+
+    repo: str
+    text_dtype: str = "BF16"  # as stored
+    transformer: dict = field(default_factory=dict)
+    experts: int = 2
+    boundary: float | None = 0.875
+    size: str = "1280x720"
+    frames: int = 81
+    fps: int = 16
+    steps: int = 40
+    guidance: float = 4.0
+    guidance_low: float | None = 3.0
+    shift: float = 12.0
+    chunk: int = 1
+
+
+T2V_A14B = Preset("Wan-AI/Wan2.2-T2V-A14B-Diffusers")
+WAN21_14B = Preset("Wan-AI/Wan2.1-T2V-14B-Diffusers", text_dtype="F32", experts=1, boundary=None, steps=50, guidance=5.0,
+                   guidance_low=None, shift=5.0)  # fmt: skip
+PRESETS = {
+    "tiny-wan": Preset("weights/tiny-wan", transformer=dict(num_attention_heads=8, attention_head_dim=32, num_layers=5,
+                       ffn_dim=768, text_dim=128), size="192x96", frames=33, steps=20, guidance=5.0, shift=5.0, chunk=0),
+    "wan2.2-t2v-a14b": T2V_A14B,
+    "wan2.2-i2v-a14b": replace(T2V_A14B, repo="Wan-AI/Wan2.2-I2V-A14B-Diffusers", transformer=dict(in_channels=36),
+                               boundary=0.9, guidance=3.5, guidance_low=3.5, shift=5.0),
+    "wan2.1-t2v-14b": WAN21_14B,
+    "wan2.1-t2v-1.3b": replace(WAN21_14B, repo="Wan-AI/Wan2.1-T2V-1.3B-Diffusers", size="832x480", shift=3.0,
+                               transformer=dict(num_attention_heads=12, num_layers=30, ffn_dim=8960)),
+}  # fmt: skip
+
+# Given when no negative prompt is: faults of a video in general, no subject.
+NEGATIVE_PROMPT = "blurry, low quality, compression artifacts, washed out, overexposed, frozen picture, watermark, subtitles, deformed anatomy"
+
+
+def parse_size(size: str) -> tuple[int, int]:
+    """'1280x720' -> (1280, 720): width, height, each a multiple of 16."""
+    try:
+        width, height = (int(n) for n in size.lower().split("x"))
+    except ValueError:
+        raise ValueError(f"size {size!r} is not WIDTHxHEIGHT, such as 1280x720") from None
+    near = [max(16, (n + 8) // 16 * 16) for n in (width, height)]
+    if near != [width, height]:
+        raise ValueError(f"size {width}x{height} is not a multiple of 16 both ways; the nearest is {near[0]}x{near[1]}")
+    return width, height
+
+
+def check_frames(frames: int) -> None:
+    """Frames must be 4k+1: the first stands alone, and each later latent frame is four."""
+    if frames < 1 or (frames - 1) % 4:
+        low = max(1, (frames - 1) // 4 * 4 + 1)
+        raise ValueError(f"{frames} frames is not 4k+1: {max(frames, 4) // 4} latent frames would decode to {low}; "
+                         f"ask for {low} or {low + 4}")  # fmt: skip
+
+
+def resolve(request: Request, preset: Preset) -> Request:
+    """Fill in the model's defaults and refuse values that no model takes. Nothing is rounded silently."""
+    own = {f.name for f in fields(preset)}
+    filled = replace(request, **{f.name: getattr(preset, f.name) for f in fields(request)
+                                 if f.name in own and getattr(request, f.name) is None})  # fmt: skip
+    parse_size(filled.size)
+    check_frames(filled.frames)
+    for name, least in (("steps", 1), ("fps", 1), ("chunk", 0), ("guidance", 0), ("guidance_low", 0), ("seed", 0)):
+        value = getattr(filled, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"{name.replace('_', '-')} is {value}; it must be at least {least}")
+    if filled.boundary is not None and not 0 <= filled.boundary <= 1:
+        raise ValueError(f"boundary is {filled.boundary}; it must lie in 0..1")
+    return filled
+
+
+def negative_text(request: Request) -> str:
+    """The negative prompt in use: ours when none was given, the empty one for ""; @FILE is read."""
+    text = request.negative_prompt
+    if text is None:
+        return NEGATIVE_PROMPT
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"negative prompt file {text[1:]} cannot be read: {error}") from None
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    backend: str = "auto"
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    cfg_size: int = 1
+    tp_size: int = 1
+    ulysses_size: int = 1
+    ring_size: int = 1
+    attn2d_size: tuple[int, int] = (1, 1)
+    parallel_vae_size: int = 1
+
+    @property
+    def world(self) -> int:
+        rows, columns = self.attn2d_size
+        return self.cfg_size * self.tp_size * self.ring_size * rows * columns * self.ulysses_size
+
+
+@dataclass(frozen=True)
+class Recipe:
+    attention_config: AttentionConfig = AttentionConfig()
+    parallel_config: ParallelConfig = ParallelConfig()
+
+
+def read_recipe(name: str) -> Recipe:
+    """A recipe by file, or by the name of one of nanovgen/recipes."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else Path(__file__).parent / "recipes" / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in (Path(__file__).parent / "recipes").glob("*.yaml")))
+        raise ValueError(f"recipe {name} is no file; by name there are: {known}")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    return fill(Recipe, content or {}, str(path))
+
+
+def fill(kind: type, content: object, where: str) -> object:
+    """A dataclass from nested dicts, strictly."""
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: {content!r} is not a set of keys")
+    known = {f.name: f for f in fields(kind)}
+    if unknown := sorted(set(map(str, content)) - set(known)):
+        raise ValueError(f"{where}: unknown key {unknown[0]}; known here: {', '.join(known)}")
+    values = {}
+    for key, value in content.items():
+        default = getattr(kind(), key)
+        if hasattr(default, "__dataclass_fields__"):
+            values[key] = fill(type(default), value, f"{where}: {key}")
+            continue
+        value = tuple(value) if isinstance(value, list) else value
+        if type(value) is not type(default) or (isinstance(value, tuple) and list(map(type, value)) != list(map(type, default))):
+            raise ValueError(f"{where}: {key} is {value!r}; it should look like {default!r}")
+        values[key] = value
+    return kind(**values)

@@ -1,0 +1,100 @@
+"""Frames to an MP4 that appears under its name only when whole, a contact sheet, and an image to start from."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import imageio.v3 as iio
+import imageio_ffmpeg
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+
+def find_ffmpeg() -> str:
+    """The encoder's path; ValueError where there is none."""
+    try:
+        return imageio_ffmpeg.get_ffmpeg_exe()
+    except RuntimeError:
+        raise ValueError("no ffmpeg: `pip install imageio-ffmpeg` brings one") from None
+
+
+def check_output(path: Path, needed: int) -> None:
+    """Refuse a place where the files cannot be written: `needed` bytes, found out by writing one."""
+    if path.suffix != ".mp4":
+        raise ValueError(f"output {path} must end in .mp4")
+    if path.is_dir():
+        raise ValueError(f"output {path} is a folder; name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            free = shutil.disk_usage(path.parent).free
+    except OSError as error:
+        raise ValueError(f"cannot write in {path.parent}: {error.strerror}") from None
+    if free < needed:
+        raise ValueError(f"{path.parent} has {free / 1e6:.1f} MB free and the files may need {needed / 1e6:.1f} MB")
+
+
+def to_pixels(video: Tensor) -> np.ndarray:
+    """(1, 3, f, y, x) in [-1, 1] -> uint8 (f, y, x, 3)."""
+    return ((video[0].float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 3, 0).cpu().numpy()
+
+
+class VideoWriter:
+    """H.264, yuv420p, exact size. Written beside `path` under a hidden name and renamed at the end, or removed."""
+
+    def __init__(self, path: Path, width: int, height: int, fps: int):
+        self.path, self.part, self.count = path, path.with_name(f".{path.stem}.{os.getpid()}.part.mp4"), 0
+        self.encoder = imageio_ffmpeg.write_frames(
+            str(self.part), (width, height), fps=fps, codec="libx264", pix_fmt_in="rgb24", pix_fmt_out="yuv420p",
+            quality=None, macro_block_size=1, output_params=["-crf", "16", "-movflags", "+faststart"],
+        )  # fmt: skip
+
+    def __enter__(self) -> "VideoWriter":
+        self.encoder.send(None)
+        return self
+
+    def write(self, frames: np.ndarray) -> None:
+        """uint8 (f, y, x, 3)."""
+        for frame in frames:
+            self.encoder.send(np.ascontiguousarray(frame))
+            self.count += 1
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.encoder.close()
+            if kind is None:
+                self.finish()
+        finally:
+            self.part.unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        """An encoder that died may leave a short file that plays: count before naming it."""
+        try:
+            written = imageio_ffmpeg.count_frames_and_secs(str(self.part))[0]
+        except RuntimeError:
+            written = 0
+        if written != self.count:
+            raise OSError(f"ffmpeg wrote {written} of {self.count} frames")
+        os.replace(self.part, self.path)
+
+
+def contact_sheet(frames: np.ndarray, path: Path, columns: int = 4, rows: int = 3) -> None:
+    """A PNG of columns x rows frames, evenly spaced, the first and the last among them; white lines between."""
+    pick = np.linspace(0, len(frames) - 1, min(columns * rows, len(frames))).round().astype(int)
+    cells = np.pad(frames[pick], ((0, -len(pick) % columns), (1, 1), (1, 1), (0, 0)), constant_values=255)
+    n, y, x, c = cells.shape
+    sheet = cells.reshape(n // columns, columns, y, x, c).swapaxes(1, 2).reshape(n // columns * y, columns * x, c)
+    iio.imwrite(path, sheet)
+
+
+def read_image(path: str, width: int, height: int) -> Tensor:
+    """An image file stretched to width x height (Lanczos), (1, 3, 1, y, x) in [-1, 1]."""
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("RGB").resize((width, height), Image.Resampling.LANCZOS))
+    except OSError as error:  # Pillow's "cannot identify image file" is one too
+        raise ValueError(f"image {path} cannot be read: {error}") from None
+    return torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None, :, None] / 127.5 - 1
