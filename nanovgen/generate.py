@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -133,6 +134,7 @@ def save_latents(latents: Tensor, job: Job) -> Path:
     path = latents_path(job.out)
     part = path.with_name(f".{path.name}.part")
     save_file({"latents": latents.cpu()}, part, metadata={"request": json.dumps(asdict(job.request))})
+    part.chmod(0o644)  # safetensors writes for the owner alone
     part.replace(path)
     return path
 
@@ -172,7 +174,7 @@ def decode(job: Job, latents: Tensor, stages: Stages) -> None:
                 if job.request.sheet:
                     frames.extend(pixels)
     if job.request.sheet:
-        video.contact_sheet(frames, job.out.with_suffix(".png"))
+        video.contact_sheet(np.stack(frames), job.out.with_suffix(".png"))
 
 
 def generate(job: Job) -> dict:
