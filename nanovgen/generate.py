@@ -66,7 +66,7 @@ def encode_texts(job: Job, stages: Stages) -> list[Tensor]:
     """States (1, rows, C) of the prompt and, where a pass uses it, of the negative prompt."""
     encoder = load(job, "text_encoder", stages)
     with stages("text"):
-        tokenizer, states = PromptTokenizer(job.tokenizer), []
+        tokenizer, states = PromptTokenizer(job.folder / "tokenizer"), []
         for what, text in (("prompt", job.request.prompt), ("negative prompt", job.negative)):
             if text is None:
                 continue

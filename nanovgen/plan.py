@@ -21,13 +21,14 @@ HERE = Path(__file__).resolve().parent.parent / "weights"
 
 @dataclass(frozen=True)
 class Job:
-    """A request that will run. `models` are on meta, by component name; `components` their files (none in a dry run)."""
+    """A request that will run. `models` are on meta, by component name; `components` their files, in `folder` (a dry run
+    of a known model has neither)."""
 
     request: Request
     name: str
     models: dict[str, nn.Module]
     components: dict[str, Component]
-    tokenizer: Path | None
+    folder: Path | None
     sigmas: torch.Tensor
     times: list[int]
     negative: str | None  # None: no pass uses it
@@ -64,14 +65,26 @@ def find_preset(model: str) -> tuple[str, Preset, Path | None]:
             folder = HERE / model if (HERE / model).is_dir() else None
             return name, preset, folder
     folder = locate(model)
+    index = read_json(folder / "model_index.json")
     config = WanConfig.read(read_json(folder / "transformer" / "config.json"))
-    experts = 2 if (folder / "transformer_2").is_dir() or "transformer_2" in read_json(folder / "model_index.json") else 1
+    experts = 2 if (folder / "transformer_2").is_dir() or "transformer_2" in index else 1
     alike = [(n, p) for n, p in PRESETS.items() if WanConfig(**p.transformer) == config and p.experts == experts]
     alike += [(n, p) for n, p in PRESETS.items() if WanConfig(**p.transformer).in_channels == config.in_channels
               and p.experts == experts and n != "tiny-wan"]  # fmt: skip
     if not alike:
         raise ValueError(f"{model} has {config.in_channels} input channels and {experts} transformers; no known model is so")
-    return alike[0][0], alike[0][1], folder
+    name, preset = alike[0]
+    return name, replace(preset, boundary=index.get("boundary_ratio", preset.boundary)), folder
+
+
+def own_shift(folder: Path | None) -> float | None:
+    """The flow shift in the checkpoint's scheduler file. Ours may differ: the table holds the model authors' own."""
+    if folder is None:
+        return None
+    config = read_json(folder / "scheduler" / "scheduler_config.json")
+    if config.get("prediction_type", "flow_prediction") != "flow_prediction":
+        raise ValueError(f"{folder}: the scheduler predicts {config['prediction_type']}; these models predict flow")
+    return config.get("flow_shift")
 
 
 def blueprint(preset: Preset) -> dict[str, nn.Module]:
@@ -117,7 +130,7 @@ def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False) 
         folder = folder or locate(preset.repo)
         experts = sorted({job.expert(t) for t in job.times}) if preset.experts == 2 else ["transformer"]
         models, components = open_models(folder, ["vae"] if request.latents else ["text_encoder", *experts, "vae"])
-    job = replace(job, models=models, components=components, tokenizer=folder and folder / "tokenizer")
+    job = replace(job, models=models, components=components, folder=folder)
     check_image(job)
     return job
 
@@ -206,12 +219,13 @@ def describe(job: Job) -> dict[str, str]:
         stored = sum(width[part] * count * 1e6 for part, count in millions.items())
     experts = [job.expert(t) for t in job.times]
     switch = f"{experts.count('transformer')} high-noise, {experts.count('transformer_2')} low-noise (boundary {r.boundary})"
-    sigmas = job.sigmas.tolist()
+    sigmas, shift = job.sigmas.tolist(), own_shift(job.folder)
+    file_says = f" (its scheduler file says {shift:g})" if shift not in (None, r.shift) else ""
     lines = {
         "model": f"{r.model} ({job.name}): " + ", ".join(f"{part} {count:,.1f} M" for part, count in millions.items()),
         "video": f"{r.size}, {r.frames} frames at {r.fps} fps, {r.frames / r.fps:.2f} s, seed {r.seed}",
         "tokens": f"{job.tokens} = {f} x {y // 2} x {x // 2}",
-        "steps": f"{r.steps} of {r.solver}, shift {r.shift:g}, {r.grid} grid; " + (switch if r.boundary is not None else "one expert"),
+        "steps": f"{r.steps} of {r.solver}, shift {r.shift:g}{file_says}, {r.grid} grid; " + (switch if r.boundary is not None else "one expert"),
         "sigmas": " ".join(f"{s:.3f}" for s in (sigmas if len(sigmas) < 12 else [*sigmas[:5], *sigmas[-5:]])),
         "guidance": f"{r.guidance:g}" + ("" if r.guidance_low is None else f" high, {r.guidance_low:g} low"),
         "prompt": r.prompt,

@@ -130,13 +130,13 @@ def fit_vae(vae: VAE, args: argparse.Namespace, minutes: float, whole: bool) -> 
 # Stage "experts"
 
 
-def draw_captions(job: tuple[int, int]) -> list:
+def draw_captions(job: tuple[int, int]) -> tuple[list, list[list[int]]]:
     """`count` clips with CAPTIONS captions each, from a seed; runs in a worker process."""
     seed, count = job
     rng, tokenizer = random.Random(seed), clip_world.build_tokenizer()
     clips = [clip_world.sample_clip(rng, 1 if rng.random() < 0.4 else 2) for _ in range(count)]
     encoded = tokenizer.encode_batch([clip_world.caption(clip, rng) for clip in clips for _ in range(CAPTIONS)])
-    return [clips, [e.ids for e in encoded]]
+    return clips, [e.ids for e in encoded]
 
 
 def dropped_captions(count: int, rng: random.Random) -> torch.Tensor:
@@ -152,7 +152,7 @@ def padded(ids: list[list[int]]) -> torch.Tensor:
 
 @torch.no_grad()
 def encode_clips(vae: VAE, args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Latents (n, 16, 9, 12, 24) bf16 as encoded, caption ids (n, CAPTIONS, 32), weight (n, 1, 9, 12, 24) by coverage."""
+    """Latents (n, 16, 9, 12, 24) bf16 as encoded, caption ids (n, CAPTIONS, 32), coverage (n, 1, 9, 12, 24)."""
     jobs = [(args.seed * 1000003 + i, min(256, args.clips)) for i in range(-(-args.clips // 256))]
     with Pool() as pool:
         drawn = pool.map(draw_captions, jobs)
@@ -199,8 +199,7 @@ def expert_loss(expert: Wan, text: torch.Tensor, x0: torch.Tensor, weight: torch
     sigma = noise_levels(len(x0), high, x0.device)
     noise = torch.randn_like(x0)
     x = torch.lerp(x0, noise, sigma.view(-1, 1, 1, 1, 1))
-    context = expert.context(text, *x0.shape[2:])
-    velocity = expert((x).bfloat16(), (1000 * sigma), context).float()
+    velocity = expert(x.bfloat16(), 1000 * sigma, expert.context(text, *x0.shape[2:])).float()
     weight = (1 + 2 * weight.float()) / (1 + 2 * weight.float().mean())
     return ((velocity - (noise - x0)).square() * weight).mean()
 
@@ -211,7 +210,7 @@ def fit_experts(vae: VAE, args: argparse.Namespace, minutes: float) -> torch.nn.
     latents, ids, weights = encode_clips(vae, args)
     mean = latents.float().mean((0, 2, 3, 4))
     std = latents.float().std((0, 2, 3, 4))
-    print(f"encoded {len(latents)} clips in {time.time() - start:.0f} s, rms of std {std.square().mean().sqrt():.3f}", flush=True)
+    print(f"encoded {len(latents)} clips in {time.time() - start:.0f} s", flush=True)
     vae.config = tiny_layout.with_statistics(vae.config, mean.tolist(), std.tolist())
     mean, std = mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
     model = start_experts(args.device)
@@ -219,7 +218,7 @@ def fit_experts(vae: VAE, args: argparse.Namespace, minutes: float) -> torch.nn.
     if args.compile:
         for block in [*model[1].blocks, *model[2].blocks, *model[0].blocks]:
             block.compile(dynamic=False)
-    rng, nothing = random.Random(args.seed + 1), dropped_captions(4096, random.Random(args.seed + 2)).to(args.device)
+    nothing = dropped_captions(4096, random.Random(args.seed + 2)).to(args.device)
     start, step, log = time.time(), 0, []
     while (progress := (time.time() - start) / (60 * minutes)) < 1:
         pick = torch.randint(len(latents), (2 * args.batch,), device=args.device)
@@ -228,7 +227,8 @@ def fit_experts(vae: VAE, args: argparse.Namespace, minutes: float) -> torch.nn.
         prompt = torch.where(drop[:, None], nothing[torch.randint(len(nothing), pick.shape, device=args.device)], prompt)
         text = model[0](prompt, prompt > 0) * (prompt > 0)[..., None]
         x0 = (latents[pick].float() - mean) / std
-        losses = [expert_loss(model[1 + i], *(part[i * args.batch : (i + 1) * args.batch] for part in (text, x0, weights[pick])), high=i == 0) for i in (0, 1)]
+        halves = zip(*(part.split(args.batch) for part in (text, x0, weights[pick])), strict=True)
+        losses = [expert_loss(model[1 + i], *half, high=i == 0) for i, half in enumerate(halves)]
         sum(losses).backward()
         rate = learning_rate(progress)
         masters.step(lr_matrices=args.lr_dit * rate, lr_rest=1e-3 * rate)
