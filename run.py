@@ -65,7 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"\n{'stage':<9} {'seconds':>8} {'peak GB':>8}")
     for name, row in report["stages"].items():
         print(f"{name:<9} {row['seconds']:8.2f} {row['peak_bytes'] / 1e9:8.2f}")
-    print(f"{'total':<9} {report['seconds']:8.2f}\nsent      nothing: one rank\nseed      {request.seed}\nvideo     {report['output']}")
+    print(f"{'total':<9} {report['seconds']:8.2f}\nsent      nothing: one rank")
+    print(f"seed      {request.seed}\nvideo     {report['output']}")
     return 0
 
 

@@ -134,7 +134,11 @@ def check_index(path: Path, index: dict, shards: dict[Path, dict], total: int) -
 def compare_names(what: str, wanted: set[str], found: set[str], who: str) -> None:
     missing, unknown = sorted(wanted - found), sorted(found - wanted)
     if missing or unknown:
-        lists = [f"{len(names)} {kind}: {', '.join(names[:5])}" for kind, names in (("missing", missing), ("unknown", unknown)) if names]
+        lists = [
+            f"{len(names)} {kind}: {', '.join(names[:5])}"
+            for kind, names in (("missing", missing), ("unknown", unknown))
+            if names
+        ]
         raise ValueError(f"{what}: {who} {'; '.join(lists)}")
 
 

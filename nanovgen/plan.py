@@ -225,7 +225,8 @@ def describe(job: Job) -> dict[str, str]:
         "model": f"{r.model} ({job.name}): " + ", ".join(f"{part} {count:,.1f} M" for part, count in millions.items()),
         "video": f"{r.size}, {r.frames} frames at {r.fps} fps, {r.frames / r.fps:.2f} s, seed {r.seed}",
         "tokens": f"{job.tokens} = {f} x {y // 2} x {x // 2}",
-        "steps": f"{r.steps} of {r.solver}, shift {r.shift:g}{file_says}, {r.grid} grid; " + (switch if r.boundary is not None else "one expert"),
+        "steps": f"{r.steps} of {r.solver}, shift {r.shift:g}{file_says}, {r.grid} grid; "
+        + (switch if r.boundary is not None else "one expert"),
         "sigmas": " ".join(f"{s:.3f}" for s in (sigmas if len(sigmas) < 12 else [*sigmas[:5], *sigmas[-5:]])),
         "guidance": f"{r.guidance:g}" + ("" if r.guidance_low is None else f" high, {r.guidance_low:g} low"),
         "prompt": r.prompt,

@@ -20,7 +20,9 @@ class Request:
 
     prompt: str | None = _option(None, "what the video shows")
     model: str = _option("tiny-wan", "tiny-wan, a folder in the diffusers layout, or a hub id")
-    negative_prompt: str | None = _option(None, 'what it must not show: text, or @FILE; "" is the empty prompt; not given: our default')
+    negative_prompt: str | None = _option(
+        None, 'what it must not show: text, or @FILE; "" is the empty prompt; not given: our default'
+    )
     image: str | None = _option(None, "first frame, for image-to-video models")
     size: str | None = _option(None, "WIDTHxHEIGHT, multiples of 16")
     frames: int | None = _option(None, "number of frames, 4k+1")
@@ -75,7 +77,9 @@ PRESETS = {
 }  # fmt: skip
 
 # Given when no negative prompt is: faults of a video in general, no subject.
-NEGATIVE_PROMPT = "blurry, low quality, compression artifacts, washed out, overexposed, frozen picture, watermark, subtitles, deformed anatomy"
+NEGATIVE_PROMPT = (
+    "blurry, low quality, compression artifacts, washed out, overexposed, frozen picture, watermark, subtitles, deformed anatomy"
+)
 
 
 def parse_size(size: str) -> tuple[int, int]:

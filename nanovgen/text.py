@@ -42,7 +42,7 @@ class PromptTokenizer:
         """Ids of the cleaned prompt, end mark included, and how many ids were cut off to fit the limit."""
         ids = self.tokenizer.encode(clean(prompt)).ids
         cut = max(0, len(ids) - self.limit)
-        return (ids[: self.limit - 1] + [EOS] if cut else ids), cut
+        return ([*ids[: self.limit - 1], EOS] if cut else ids), cut
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ class Wan(nn.Module):
         The tokens, and the rotary table beside them, are cut over `axis`; `attend` is the scheme that lets this
         rank's queries see the other ranks' keys. The output projection comes before the gather: 64 numbers a token.
         """
-        f, y, x = latents.shape[2:]
+        f, y = latents.shape[2:4]
         tokens = rearrange(latents, "b c f (y q) (x r) -> b (f y x) (c q r)", q=2, r=2)
         S, rope = tokens.shape[1], shard(context.rope, axis, dim=1)
         # A convolution whose stride is its kernel is a matrix product over patches.

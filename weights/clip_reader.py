@@ -40,12 +40,13 @@ class Reading:
 def read_clip(video: Tensor, shapes: int) -> Reading:
     """Read a video (3, f, y, x) in [-1, 1] that should show 1 or 2 shapes."""
     video = video[:, ::STEP].float().cpu()
-    border = torch.cat([video[..., :3, :].flatten(1), video[..., -3:, :].flatten(1), video[..., :3].flatten(1),
-                        video[..., -3:].flatten(1)], dim=1)
+    border = torch.cat(
+        [video[..., :3, :].flatten(1), video[..., -3:, :].flatten(1), video[..., :3].flatten(1), video[..., -3:].flatten(1)],
+        dim=1,
+    )
     behind = border.median(dim=1).values
     ideals = ideal_shapes()
-    return Reading(nearest(behind, BACKGROUNDS),
-                   tuple(read_shape(half, behind, ideals) for half in video.chunk(shapes, dim=3)))
+    return Reading(nearest(behind, BACKGROUNDS), tuple(read_shape(half, behind, ideals) for half in video.chunk(shapes, dim=3)))
 
 
 def nearest(colour: Tensor, names: dict[str, tuple[int, int, int]]) -> str | None:
@@ -77,7 +78,7 @@ def read_shape(video: Tensor, behind: Tensor, ideals: dict[str, tuple[float, Ten
         return ShapeReading(colour=name, motion=read_motion(x, y, smooth, torch.zeros_like(x)))
     own_radius, bank = ideals[kind]
     turned = unwrap(fits[kind].argmax(dim=1), len(bank)) * (2 * math.pi / KINDS[kind][0] / len(bank))
-    size = 'big' if radius.mean() / own_radius > 16 else 'small'
+    size = "big" if radius.mean() / own_radius > 16 else "small"
     return ShapeReading(kind, name, size, read_motion(x, y, smooth, turned), iou)
 
 
@@ -117,7 +118,7 @@ def ideal_shapes() -> dict[str, tuple[float, Tensor]]:
     ideals = {}
     for kind, (folds, outer, ratio, _) in KINDS.items():
         radius = outer * math.sqrt(folds * ratio * math.sin(math.pi / folds) / math.pi)
-        count = 1 if kind == 'circle' else ANGLES
+        count = 1 if kind == "circle" else ANGLES
         angle = torch.arange(count)[:, None, None, None] / count * 2 * math.pi / folds
         nominal = torch.full_like(angle, 1 / radius)
         outside = distance([kind] * count, steps, steps[:, None], nominal, angle)
@@ -142,15 +143,15 @@ def read_motion(x: Tensor, y: Tensor, radius: Tensor, angle: Tensor) -> str | No
     """The one thing that happens along a track of centre, radius (pixels) and angle (radians), each (f,)."""
     found = []
     place = read_path(x, y)
-    if place != 'still':
+    if place != "still":
         found.append(place)
     ratio = (radius[-1] / radius[0]).item()
     if not 1 / 1.25 < ratio < 1.25:
-        found.append('grow' if ratio > 1.5 else 'shrink' if ratio < 1 / 1.5 else None)
+        found.append("grow" if ratio > 1.5 else "shrink" if ratio < 1 / 1.5 else None)
     turn = abs(line(angle)[-1] - line(angle)[0]).item()
     if turn > math.pi / 6:
-        found.append('spin' if 0.6 * math.pi < turn < 1.4 * math.pi else None)
-    return 'still' if not found else found[0] if len(found) == 1 else None
+        found.append("spin" if 0.6 * math.pi < turn < 1.4 * math.pi else None)
+    return "still" if not found else found[0] if len(found) == 1 else None
 
 
 def read_path(x: Tensor, y: Tensor) -> str | None:
@@ -158,19 +159,19 @@ def read_path(x: Tensor, y: Tensor) -> str | None:
     span_x, span_y = (x.max() - x.min()).item(), (y.max() - y.min()).item()
     net_x, net_y = (x[-1] - x[0]).item(), (y[-1] - y[0]).item()
     if max(span_x, span_y) < 7:
-        return 'still'
+        return "still"
     if min(span_x, span_y) > 14:
         path = torch.atan2(y - (y.max() + y.min()) / 2, x - (x.max() + x.min()) / 2)
         whole = unwrap(path, 2 * math.pi)[-1].abs() / (2 * math.pi)
-        return 'orbit' if 0.75 < whole < 1.25 else None
+        return "orbit" if 0.75 < whole < 1.25 else None
     if max(span_x, span_y) < 14 or min(span_x, span_y) > 7:
         return None
     if span_x > span_y:
-        return None if abs(net_x) < 0.8 * span_x else 'right' if net_x > 0 else 'left'
+        return None if abs(net_x) < 0.8 * span_x else "right" if net_x > 0 else "left"
     if abs(net_y) > 0.8 * span_y:
-        return 'down' if net_y > 0 else 'up'
+        return "down" if net_y > 0 else "up"
     hops = (2 * math.pi * torch.linspace(0, 1, len(y))).sin().abs()
-    return 'bounce' if torch.corrcoef(torch.stack([-y, hops]))[0, 1] > 0.85 else None
+    return "bounce" if torch.corrcoef(torch.stack([-y, hops]))[0, 1] > 0.85 else None
 
 
 def score(clips: list[Clip], captions: list[str], videos: Iterable[Tensor]) -> dict[str, float]:
@@ -182,17 +183,17 @@ def score(clips: list[Clip], captions: list[str], videos: Iterable[Tensor]) -> d
     for clip, text, video in zip(clips, captions, videos, strict=True):
         reading = read_clip(video, len(clip.shapes))
         every = [reading.background == clip.background]
-        counts['background'] += every
-        for shape, read in zip(clip.shapes, reading.shapes):
-            named = mentions_size(text) and shape.motion not in ('grow', 'shrink')
-            for name in ['colour', 'kind', 'motion'] + ['size'] * named:
+        counts["background"] += every
+        for shape, read in zip(clip.shapes, reading.shapes, strict=False):
+            named = mentions_size(text) and shape.motion not in ("grow", "shrink")
+            for name in ["colour", "kind", "motion"] + ["size"] * named:
                 every.append(getattr(read, name) == getattr(shape, name))
                 counts[name].append(every[-1])
-            if shape.motion == 'spin':
-                counts['spin_rigid'].append(read.kind == shape.kind and read.iou >= 0.85)
-        counts['all_right'].append(all(every))
+            if shape.motion == "spin":
+                counts["spin_rigid"].append(read.kind == shape.kind and read.iou >= 0.85)
+        counts["all_right"].append(all(every))
         if len(clip.shapes) == 2:
             colours = {shape.colour for shape in clip.shapes}
-            counts['both_colours_present'].append(colours == {read.colour for read in reading.shapes})
-            counts['all_right_with_sides'].append(all(every))
+            counts["both_colours_present"].append(colours == {read.colour for read in reading.shapes})
+            counts["all_right_with_sides"].append(all(every))
     return {name: sum(values) / len(values) for name, values in counts.items()}

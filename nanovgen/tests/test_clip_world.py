@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2] / 'weights'))
-import clip_reader  # noqa: E402
-import clip_world  # noqa: E402
-from clip_world import Clip, Shape  # noqa: E402
+import clip_reader
+import clip_world
+from clip_world import Clip, Shape
 
 STAR = Clip('black', (Shape('star', 'cyan', 'big', 'spin'),), (0.3, 0.5, 0.2, 0.1, 0.7))
 PAIR = Clip('white', (Shape('circle', 'red', 'small', 'up'), Shape('square', 'blue', 'big', 'right')), (0.4,) * 10)
