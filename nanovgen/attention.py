@@ -21,11 +21,27 @@ Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def attention(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
     """Attend locally. Shapes as in the file's header; without a kernel, the default of q's device and dtype."""
+    if not q.shape[1] or not k.shape[1]:  # nothing to see: weight 0 in any merge
+        return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
     kernel = kernel or KERNELS[default_kernel(q.device, q.dtype)]
     if k.shape[2] != q.shape[2]:
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     o, lse = kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     return o.transpose(1, 2), lse.transpose(1, 2)
+
+
+def merge(partials: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Attention over a union of disjoint key sets from (o, lse) over each; fp32 inside, o in `dtype` out.
+
+    Each partial is o_i = sum_i / z_i with z_i = e^lse_i. The whole is sum_i z_i o_i / sum_i z_i. Dividing both by
+    e^m, m = max_i lse_i, keeps every factor in 0..1. A partial over no keys has lse -inf and weight 0.
+    """
+    o, lse = (torch.stack(x) for x in zip(*((o.float(), lse) for o, lse in partials), strict=True))  # i b s h (d)
+    top = lse.amax(0)
+    weight = torch.exp(lse - top.nan_to_num(neginf=0.0))  # (i, b, s, h)
+    total = weight.sum(0)
+    out = (o * weight[..., None]).sum(0) / total.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+    return out.to(dtype), top + total.log()
 
 
 # The kernels: (b, H, s, d) in; o (b, H, s, d) and lse (b, H, s) out.

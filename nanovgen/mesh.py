@@ -1,30 +1,58 @@
-"""Who talks to whom: an axis is a named row of ranks, and everything that is split is split over one axis.
+"""Who talks to whom: named axes of ranks on one DeviceMesh, and the collectives over one axis.
 
-    rank 0 | tokens 0..s |   shard  <--  tokens 0..S  -->  unshard   | tokens 0..S | on every rank
-    rank 1 | tokens s..S |
+    world = cfg x tp x cp x ulysses, ulysses fastest                 e.g. cfg 2, ring 2, ulysses 2:
 
-An axis of size 1 has no process group, and shard and unshard over it are the identity, so one process runs the same
-lines as many. Models receive an axis and never ask torch.distributed anything; this file is the only one that may.
-This version has the size-1 axes of one process. The axes of many ranks, and their collectives, come with the schemes.
+      cfg 0 | ring 0 | 0 1 |     cfg 1 | ring 0 | 4 5 |     ulysses: rows (0 1), (2 3), ..   ring: (0 2), (1 3), ..
+            | ring 1 | 2 3 |           | ring 1 | 6 7 |     cfg: (0 4), (1 5), ..            seq: (0 1 2 3), (4 5 6 7)
+
+cp is `ring`, or `kv_axis` x `q_axis` (rows x columns of Attention2D). `seq` is cp and ulysses flattened: what the tokens are cut over. `vae` is an overlay
+of the first ranks of one CFG half (or of the world), chosen apart from the rest.
+
+An axis of size 1 has no group and its collectives are the identity, so one process needs no process group and runs the
+same lines as 72. Peers are always ranks within the axis, never global ones. Every collective takes and gives tensors
+whose leading dim is the axis, sends contiguous buffers, and counts what this rank sends to others, by axis and kind.
+
+Tokens: p chunks of ceil(S/p); the last may be short or empty. A collective pads a short chunk to the common size and
+cuts what it gives back, so no rank ever computes with padding.
 """
 
-from dataclasses import dataclass
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+# torch 2.13 renamed these two.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+TIMEOUT = timedelta(seconds=120)  # of one collective: a peer that is late by so much is dead
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A row of `size` ranks; `rank` is this process's place in the row, not its global rank."""
+    """A row of `size` ranks; `rank` is this process's place in the row. `sent` counts (axis, kind, unit) for the whole mesh."""
 
     name: str
     size: int = 1
     rank: int = 0
+    group: dist.ProcessGroup | None = None
+    sent: Counter = field(default_factory=Counter, compare=False, repr=False)
+
+    def count(self, kind: str, elements: int, itemsize: int) -> None:
+        for unit, amount in (("calls", 1), ("elements", elements), ("bytes", elements * itemsize)):
+            self.sent[self.name, kind, unit] += amount
+
+
+NAMES = ("cfg", "tp", "ring", "kv_axis", "q_axis", "ulysses")  # the last one is the fastest
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of one run. `seq` is what the tokens are cut over: cp (ring, or q_axis x kv_axis) times ulysses."""
+    """The axes of one run, and what they sent."""
 
     cfg: Axis = Axis("cfg")
     tp: Axis = Axis("tp")
@@ -33,20 +61,203 @@ class Mesh:
     kv_axis: Axis = Axis("kv_axis")
     ulysses: Axis = Axis("ulysses")
     seq: Axis = Axis("seq")
-    vae: Axis = Axis("vae")
+    vae: Axis | None = Axis("vae")  # None on ranks outside the overlay
+    sent: Counter = field(default_factory=Counter)
+    world_rank: int = 0
+    world: int = 1
 
     def degrees(self) -> dict[str, int]:
-        return {axis.name: axis.size for axis in vars(self).values()}
+        return {name: getattr(self, name).size for name in NAMES}
+
+
+def open_world(device: torch.device) -> torch.device:
+    """Join the ranks that torchrun (or launch.py) started; returns this rank's own device. Not needed for one process."""
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT, device_id=device if device.type == "cuda" else None)
+    return device
+
+
+def close_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def open_mesh(device: torch.device, degrees: dict[str, int], vae: int = 1) -> Mesh:
+    """Axes of the given degrees (missing ones are 1) over all ranks; raises ValueError where the product is not the world."""
+    sizes = [degrees.get(name, 1) for name in NAMES]
+    world, sent = dist.get_world_size() if dist.is_initialized() else 1, Counter()
+    product = 1
+    for size in sizes:
+        product *= size
+    if product != world:
+        named = " x ".join(f"{name} {size}" for name, size in zip(NAMES, sizes, strict=True) if size > 1) or "1"
+        raise ValueError(f"{named} = {product} ranks, and there are {world}")
+    if world == 1:
+        axes = {name: Axis(name, sent=sent) for name in (*NAMES, "seq", "vae")}
+        return Mesh(**axes, sent=sent)
+    axes = {name: Axis(name, sent=sent) for name in (*NAMES, "seq", "vae")}
+    dims = {name: size for name, size in zip(NAMES, sizes, strict=True) if size > 1}
+    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    for name in dims:
+        axes[name] = _axis(name, mesh[name].get_group(), sent)
+    tokens = tuple(name for name in ("ring", "kv_axis", "q_axis", "ulysses") if name in dims)
+    if tokens:
+        axes["seq"] = _axis("seq", (mesh[tokens]._flatten("seq") if len(tokens) > 1 else mesh[tokens[0]]).get_group(), sent)
+    if vae > 1:
+        group = dist.new_group(list(range(vae)), timeout=TIMEOUT)
+        axes["vae"] = _axis("vae", group, sent) if dist.get_rank() < vae else None
+    elif dist.get_rank():
+        axes["vae"] = None
+    return Mesh(**axes, sent=sent, world_rank=dist.get_rank(), world=world)
+
+
+def _axis(name: str, group: dist.ProcessGroup, sent: Counter) -> Axis:
+    return Axis(name, group.size(), dist.get_rank(group), group, sent)
+
+
+# Tokens over an axis: p contiguous chunks of ceil(S/p), the last ones short or empty.
+
+
+def chunk_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """First and end entry of rank's chunk of `size` entries."""
+    chunk = -(-size // ranks)
+    return min(rank * chunk, size), min((rank + 1) * chunk, size)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How `tokens` lie over the `ranks` of seq, for schemes: who has how many."""
+
+    tokens: int
+    ranks: int = 1
+    rank: int = 0
+
+    @property
+    def chunk(self) -> int:
+        return -(-self.tokens // self.ranks)
+
+    def real(self, first: int, count: int = 1) -> int:
+        """Tokens in `count` consecutive chunks from chunk `first` on."""
+        return min(max(self.tokens - first * self.chunk, 0), count * self.chunk)
 
 
 def shard(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's contiguous chunk of `dim`: ceil(S/p) entries, fewer (or none) on the last ranks."""
-    chunk = -(-x.shape[dim] // axis.size)
-    start = min(axis.rank * chunk, x.shape[dim])
-    return x.narrow(dim, start, min(chunk, x.shape[dim] - start))
+    """This rank's chunk of `dim`."""
+    start, end = chunk_range(x.shape[dim], axis.size, axis.rank)
+    return x.narrow(dim, start, end - start)
+
+
+def pad(x: Tensor, dim: int, size: int) -> Tensor:
+    """x with zeros after it along `dim`, up to `size` entries; for buffers, never for softmax."""
+    if x.shape[dim] == size:
+        return x
+    zeros = x.new_zeros(*x.shape[:dim], size - x.shape[dim], *x.shape[dim + 1 :])
+    return torch.cat([x, zeros], dim=dim)
 
 
 def unshard(x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
     """The whole of `dim` (`size` entries) on every rank, from each rank's chunk."""
-    assert axis.size == 1 and x.shape[dim] == size, f"axis {axis.name} of {axis.size} ranks has no collectives yet"
+    if axis.size == 1:
+        return x
+    parts = all_gather(pad(x, dim, -(-size // axis.size)), axis)  # p ...
+    return torch.cat(parts.unbind(0), dim=dim).narrow(dim, 0, size)
+
+
+# Collectives. The leading dim is the axis; `wait` of the asynchronous ones gives the result.
+
+
+class Pending:
+    """A collective under way: `wait()` returns its result once it may be read."""
+
+    def __init__(self, result: Tensor, works: list = (), keep: object = None):
+        self.result, self.works, self.keep = result, works, keep  # the send buffer must live until the end
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.result
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """(p, ...) -> (p, ...): entry j goes to rank j, entry i comes from rank i."""
+    return start_all_to_all(x, axis).wait()
+
+
+def start_all_to_all(x: Tensor, axis: Axis) -> Pending:
+    assert x.shape[0] == axis.size
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    axis.count("all_to_all", x.numel() // axis.size * (axis.size - 1), x.itemsize)
+    return Pending(out, [dist.all_to_all_single(out, x, group=axis.group, async_op=True)], x)
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """(...) -> (p, ...): every rank's x."""
+    return start_all_gather(x, axis).wait()
+
+
+def start_all_gather(x: Tensor, axis: Axis) -> Pending:
+    if axis.size == 1:
+        return Pending(x[None])
+    x = x.contiguous()
+    out = x.new_empty(axis.size, *x.shape)
+    axis.count("all_gather", x.numel() * (axis.size - 1), x.itemsize)
+    return Pending(out, [_all_gather(out.view(-1), x.view(-1), group=axis.group, async_op=True)], x)
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """(p, ...) -> (...): the sum over ranks of their entry for this rank."""
+    assert x.shape[0] == axis.size
+    if axis.size == 1:
+        return x[0]
+    x = x.contiguous()
+    out = torch.empty_like(x[0])
+    axis.count("reduce_scatter", x.numel() // axis.size * (axis.size - 1), x.itemsize)
+    _reduce_scatter(out.view(-1), x.view(-1), group=axis.group)
+    return out
+
+
+def all_reduce(x: Tensor, axis: Axis, largest: bool = False) -> Tensor:
+    """The sum (or the maximum) over ranks; counted as a reduce-scatter and an all-gather."""
+    if axis.size == 1:
+        return x
+    x = x.contiguous().clone()
+    axis.count("all_reduce", 2 * x.numel() * (axis.size - 1) // axis.size, x.itemsize)
+    dist.all_reduce(x, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=axis.group)
     return x
+
+
+def start_shift(x: Tensor, axis: Axis) -> Pending:
+    """Send x to the next rank of the ring and receive the previous one's, of the same shape."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    axis.count("shift", x.numel(), x.itemsize)
+    ops = [
+        dist.P2POp(dist.isend, x, group=axis.group, group_peer=(axis.rank + 1) % axis.size),
+        dist.P2POp(dist.irecv, out, group=axis.group, group_peer=(axis.rank - 1) % axis.size),
+    ]
+    return Pending(out, dist.batch_isend_irecv(ops if axis.rank % 2 == 0 else ops[::-1]), x)
+
+
+def exchange_edges(first: Tensor, last: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """This rank's first and last columns go to its neighbours; returns the previous one's last and the next one's first.
+
+    At the two ends of the axis there is no neighbour, and zeros come back: the picture's edge.
+    """
+    before, after = torch.zeros_like(last), torch.zeros_like(first)
+    ops = []
+    for tensor, out, peer in ((first, before, axis.rank - 1), (last, after, axis.rank + 1)):
+        if 0 <= peer < axis.size:
+            sent = tensor.contiguous()
+            axis.count("halo", sent.numel(), sent.itemsize)
+            pair = [dist.P2POp(dist.isend, sent, group=axis.group, group_peer=peer),
+                    dist.P2POp(dist.irecv, out, group=axis.group, group_peer=peer)]  # fmt: skip
+            ops += pair if axis.rank % 2 == 0 else pair[::-1]
+    for work in dist.batch_isend_irecv(ops) if ops else []:
+        work.wait()
+    return before, after

@@ -59,16 +59,16 @@ class Stream:
         self.cache[layer] = x[:, :, -keep:]
         return past
 
-    def border(self, x: Tensor, width: int) -> tuple[Tensor, int]:
-        """x (b, c, f, y, x) for a convolution that reaches `width` out, and how many zeros a side are still to add."""
-        return x, width
+    def border(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """x (b, c, f, y, x) for a 3x3 convolution, and how many zero rows and columns a side are still to add."""
+        return x, (1, 1)
 
     def border_after(self, x: Tensor) -> Tensor:
         """x with one more row at the bottom and one more column at the right, for the stride-2 convolutions."""
         return F.pad(x, (0, 1, 0, 1))
 
     def all_keys(self, kv: Tensor) -> Tensor:
-        """Keys and values (b f, 2, y x, c) of the whole frame."""
+        """Keys and values (b f, 2, y, x, c) of the whole frame."""
         return kv
 
 
@@ -76,16 +76,14 @@ class CausalConv3d(nn.Conv3d):
     """A convolution over (f, y, x) whose window ends at the present frame."""
 
     def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        x, zeros = stream.border(x) if self.kernel_size[1] == 3 else (x, (0, 0))
         if reach := self.kernel_size[0] - 1:
             past = stream.cache.get(self)
             if past is None:
                 past = x.new_zeros(*x.shape[:2], reach, *x.shape[3:])
             x = torch.cat([past, x], dim=2)
             stream.swap(self, x, reach)
-        zeros = 0
-        if width := self.kernel_size[1] // 2:
-            x, zeros = stream.border(x, width)
-        return F.conv3d(x, self.weight, self.bias, self.stride, (0, zeros, zeros))
+        return F.conv3d(x, self.weight, self.bias, self.stride, (0, *zeros))
 
 
 class Norm(nn.Module):
@@ -124,9 +122,9 @@ class FrameAttention(nn.Module):
     def forward(self, x: Tensor, stream: Stream) -> Tensor:
         f, y = x.shape[2:4]
         h = rearrange(x, "b c f y x -> (b f) c y x")
-        qkv = rearrange(self.to_qkv(self.norm(h)), "n (three c) y x -> n three (y x) c", three=3)
-        kv = stream.all_keys(qkv[:, 1:])
-        h = F.scaled_dot_product_attention(qkv[:, :1], kv[:, :1], kv[:, 1:])  # n 1 (y x) c
+        qkv = rearrange(self.to_qkv(self.norm(h)), "n (three c) y x -> n three y x c", three=3)
+        q, kv = qkv[:, :1].flatten(2, 3), stream.all_keys(qkv[:, 1:]).flatten(2, 3)  # n . (y x) c
+        h = F.scaled_dot_product_attention(q, kv[:, :1], kv[:, 1:])
         h = self.proj(rearrange(h, "n 1 (y x) c -> n c y x", y=y))
         return x + rearrange(h, "(b f) c y x -> b c f y x", f=f)
 
@@ -181,7 +179,7 @@ class Upsample(nn.Module):
             x = torch.cat([head, x], dim=2)
         x = F.interpolate(rearrange(x, "b c f y x -> b (c f) y x"), scale_factor=2, mode="nearest-exact")
         x = rearrange(x, "b (c f) y x -> b c f y x", c=self.conv.in_channels)
-        x, zeros = stream.border(x, 1)
+        x, zeros = stream.border(x)
         h = F.conv2d(rearrange(x, "b c f y x -> (b f) c y x"), self.conv.weight, self.conv.bias, padding=zeros)
         return rearrange(h, "(b f) c y x -> b c f y x", b=b)
 
@@ -268,27 +266,27 @@ class VAE(nn.Module):
         mean, std = like.new_tensor(self.config.latents_mean), like.new_tensor(self.config.latents_std)
         return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
 
-    def moments(self, video: Tensor, chunk: int | None = 1) -> tuple[Tensor, Tensor]:
+    def moments(self, video: Tensor, chunk: int | None = 1, stream: Stream | None = None) -> tuple[Tensor, Tensor]:
         """Mean and log-variance (b, z, 1+n, y, x) of the posterior, not normalised; `chunk` latent frames at a time."""
-        stream, chunk = Stream(), chunk or video.shape[2]
+        stream, chunk = stream or Stream(), chunk or video.shape[2]
         sizes = [min(4 * chunk - 3, video.shape[2])]
         while rest := video.shape[2] - sum(sizes):
             sizes.append(min(4 * chunk, rest))
         x = torch.cat([self.encoder(part, stream) for part in video.split(sizes, dim=2)], dim=2)
         return self.quant_conv(x, stream).chunk(2, dim=1)
 
-    def encode(self, video: Tensor, chunk: int | None = 1) -> Tensor:
+    def encode(self, video: Tensor, chunk: int | None = 1, stream: Stream | None = None) -> Tensor:
         """Video in [-1, 1] -> normalised latents: the posterior's mode, as image conditioning wants it."""
         mean, std = self._statistics(video)
-        return (self.moments(video, chunk)[0] - mean) / std
+        return (self.moments(video, chunk, stream)[0] - mean) / std
 
-    def decode(self, latents: Tensor, chunk: int | None = 1) -> Iterator[Tensor]:
+    def decode(self, latents: Tensor, chunk: int | None = 1, stream: Stream | None = None) -> Iterator[Tensor]:
         """Yield the video (b, 3, frames, 8y, 8x) in [-1, 1], `chunk` latent frames at a time (None: all at once).
 
         Latents are cast to the weights' dtype here and nowhere else, after their scale is undone in fp32.
         """
         mean, std = self._statistics(latents.float())
-        stream = Stream()
+        stream = stream or Stream()
         z = self.post_quant_conv((latents.float() * std + mean).to(self.post_quant_conv.weight.dtype), stream)
         for part in z.split(chunk or z.shape[2], dim=2):
             yield self.decoder(part, stream).clamp(-1, 1)

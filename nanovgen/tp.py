@@ -1,0 +1,84 @@
+"""Tensor parallelism: each rank holds a slice of every large matrix, and partial sums are added twice a block and half.
+
+    column-parallel          row-parallel
+    x ----> [W0] -> h0 ----> [V0] -> y0 \\
+    x ----> [W1] -> h1 ----> [V1] -> y1 / all-reduce -> y = y0 + y1
+
+q, k, v and the MLP's first matrix split their outputs (whole heads a rank), the output projections and the MLP's second
+split their inputs. In between everything is local, so Ulysses, ring and Attention2D run inside on H/p heads as they are.
+
+Wan normalises q and k over the whole width, before the heads are cut: a rank knows only its part of the sum of squares, so
+that sum (one number a token) is all-reduced too.
+
+Sends    3 all-reduces of b*s*C and 4 of b*s numbers (or of the text's rows) a block, each 2 (p-1)/p elements an element.
+         Costs more than any sequence split; it is for memory: weights per rank fall with p.
+Source   Megatron-LM, arXiv:1909.08053.
+Refuses  heads or the MLP's width not divisible by p.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovgen.mesh import Axis, all_reduce
+
+
+class ColumnLinear(nn.Linear):
+    """This rank's output features."""
+
+    SLICED = {"weight": 0, "bias": 0}  # parameter: the dim that is cut, for the loader
+
+    def __init__(self, whole: nn.Linear, axis: Axis):
+        super().__init__(whole.in_features, whole.out_features // axis.size)
+        self.axis = axis
+
+
+class RowLinear(nn.Linear):
+    """This rank's input features; the sum over ranks, and the bias once."""
+
+    SLICED = {"weight": 1}
+
+    def __init__(self, whole: nn.Linear, axis: Axis):
+        super().__init__(whole.in_features // axis.size, whole.out_features)
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return all_reduce(F.linear(x, self.weight), self.axis) + self.bias
+
+
+class SplitRMSNorm(nn.Module):
+    """RMSNorm over a width of which this rank holds a part."""
+
+    SLICED = {"weight": 0}
+
+    def __init__(self, whole: nn.RMSNorm, axis: Axis):
+        super().__init__()
+        self.axis, self.eps, self.width = axis, whole.eps, whole.normalized_shape[0]
+        self.weight = nn.Parameter(torch.ones(self.width // axis.size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = all_reduce(x.float().square().sum(-1, keepdim=True), self.axis)
+        return (x.float() * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype) * self.weight
+
+
+def check(heads: int, ffn: int, degree: int) -> None:
+    """Raises ValueError for widths that cannot be cut."""
+    for what, count in (("heads", heads), ("MLP features", ffn)):
+        if count % degree:
+            fits = max(d for d in range(1, degree) if heads % d == 0 and ffn % d == 0)
+            raise ValueError(f"{count} {what} do not split over tp {degree}; use {fits}")
+
+
+def split(model: nn.Module, axis: Axis) -> nn.Module:
+    """Replace the matrices of a Wan on meta by this rank's slices; the loader reads only those."""
+    if axis.size == 1:
+        return model
+    check(model.config.num_attention_heads, model.config.ffn_dim, axis.size)
+    with torch.device("meta"):
+        for block in model.blocks:
+            for attn in (block.self_attn, block.cross_attn):
+                attn.to_q, attn.to_k, attn.to_v = (ColumnLinear(m, axis) for m in (attn.to_q, attn.to_k, attn.to_v))
+                attn.norm_q, attn.norm_k = SplitRMSNorm(attn.norm_q, axis), SplitRMSNorm(attn.norm_k, axis)
+                attn.to_out = RowLinear(attn.to_out, axis)
+            block.mlp_up, block.mlp_down = ColumnLinear(block.mlp_up, axis), RowLinear(block.mlp_down, axis)
+    return model

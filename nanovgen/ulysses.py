@@ -1,0 +1,77 @@
+"""Ulysses: swap a token split for a head split, attend, swap back.
+
+    rank 0 | tokens 0..s, all heads |  all-to-all   | all tokens, heads 0..h |  attend, and the same way back
+    rank 1 | tokens s..S, all heads |  =========>   | all tokens, heads h..H |
+
+In the middle every rank holds all tokens of the axis for H/p heads, so any attention runs there as on one device, a ring
+or Attention2D over further ranks included (`inner`).
+
+Sends    4 (p-1)/p * b*S*C/p elements a rank and layer (q, k, v out, o back); shrinks as p grows. With fewer key heads
+         (GQA, g = Hkv/H) 2 (1+g) in place of 4. Extra memory: one q, k, v, o of the same size.
+         Wins inside one fast domain, up to the head count: each rank's bytes fall with p, a ring's do not.
+Source   DeepSpeed-Ulysses, arXiv:2309.14509.
+Refuses  H % p != 0 or Hkv % p != 0 (a head is not split); fused with GQA (q, k, v must stack).
+
+Three ways, equal to the bit. `ulysses`: one exchange each for q, k, v. `ulysses_fused`: one exchange of the three stacked.
+`ulysses_async`: v, then q, then k, each under way while the next one is computed.
+
+A short chunk is padded to the common s for the exchange and cut after it: padding meets no softmax.
+"""
+
+from collections.abc import Callable
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from nanovgen.mesh import Axis, Cut, Pending, all_to_all, pad, start_all_to_all
+
+Projection = Callable[[], Tensor]
+Inner = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def check(heads: int, kv_heads: int, degree: int, fused: bool = False) -> None:
+    """Raises ValueError for heads that cannot be spread."""
+    if heads % degree or kv_heads % degree:
+        short, count = ("heads", heads) if heads % degree else ("key heads", kv_heads)
+        fits = max(d for d in range(1, degree) if heads % d == 0 and kv_heads % d == 0)
+        raise ValueError(f"{count} {short} do not split over ulysses {degree}; use {fits} and ring or attn2d for the rest")
+    if fused and heads != kv_heads:
+        raise ValueError(f"fused ulysses stacks q, k, v, and {heads} heads are not {kv_heads}; use the unfused way")
+
+
+def ulysses(q: Projection, k: Projection, v: Projection, axis: Axis, cut: Cut, inner: Inner) -> Tensor:
+    """Projections of this rank's tokens, each (b, s, H, d) -> its attention output (b, s, H, d)."""
+    q, k, v = (to_heads(start_to_heads(project(), axis, cut), axis, cut) for project in (q, k, v))
+    return to_tokens(inner(q, k, v), axis, cut)
+
+
+def ulysses_fused(q: Projection, k: Projection, v: Projection, axis: Axis, cut: Cut, inner: Inner) -> Tensor:
+    """One exchange of (b, s, 3, H, d): three times the bytes, a third of the calls."""
+    qkv = to_heads(start_to_heads(torch.cat([q(), k(), v()], dim=-1), axis, cut), axis, cut)  # heads carry 3 d
+    return to_tokens(inner(*qkv.chunk(3, dim=-1)), axis, cut)
+
+
+def ulysses_async(q: Projection, k: Projection, v: Projection, axis: Axis, cut: Cut, inner: Inner) -> Tensor:
+    """v first: it has neither norm nor rotation, so it is ready soonest, and q and k are computed while it travels."""
+    v_sent = start_to_heads(v(), axis, cut)
+    q_sent = start_to_heads(q(), axis, cut)
+    k_sent = start_to_heads(k(), axis, cut)
+    v, q, k = (to_heads(sent, axis, cut) for sent in (v_sent, q_sent, k_sent))
+    return to_tokens(inner(q, k, v), axis, cut)
+
+
+def start_to_heads(x: Tensor, axis: Axis, cut: Cut) -> Pending:
+    check(x.shape[2], x.shape[2], axis.size)
+    return start_all_to_all(rearrange(pad(x, 1, cut.chunk), "b s (p h) d -> p b s h d", p=axis.size), axis)  # H -> h
+
+
+def to_heads(sent: Pending, axis: Axis, cut: Cut) -> Tensor:
+    x = rearrange(sent.wait(), "p b s h d -> b (p s) h d")  # s -> S
+    return x[:, : cut.real(cut.rank - axis.rank, axis.size)]
+
+
+def to_tokens(o: Tensor, axis: Axis, cut: Cut) -> Tensor:
+    o = pad(o, 1, axis.size * cut.chunk)
+    o = all_to_all(rearrange(o, "b (p s) h d -> p b s h d", p=axis.size), axis)  # S -> s
+    return rearrange(o, "p b s h d -> b s (p h) d")[:, : cut.real(cut.rank)]  # h -> H
