@@ -151,7 +151,8 @@ def build(model_class: type[nn.Module], config: object) -> nn.Module:
 def check(model: nn.Module, component: Component) -> None:
     """Refuse a component whose names or shapes are not the model's, in either direction."""
     found = {name: shape for header in component.shards.values() for name, shape in header.items()}
-    wanted = {model.hub_name(name): tuple(p.shape) for name, p in model.state_dict().items()}
+    cut = sliced(model)
+    wanted = {model.hub_name(name): whole_shape(cut, name, p) for name, p in model.state_dict().items()}
     compare_names(str(component.folder), set(wanted), set(found), "tensors")
     if wrong := [name for name in wanted if wanted[name] != found[name]]:
         name = wrong[0]
@@ -159,8 +160,27 @@ def check(model: nn.Module, component: Component) -> None:
                          f"where its config asks for {wanted[name]}")  # fmt: skip
 
 
+def sliced(model: nn.Module) -> dict[str, tuple[int, object]]:
+    """Parameters of which this rank keeps a slice (tensor parallelism): the dim that is cut, and the axis."""
+    return {f"{where}.{name}": (dim, module.axis) for where, module in model.named_modules()
+            for name, dim in getattr(module, "SLICED", {}).items()}  # fmt: skip
+
+
+def whole_shape(cut: dict, name: str, p: torch.Tensor) -> tuple[int, ...]:
+    dim, axis = cut.get(name, (0, None))
+    return tuple(n * axis.size if axis and i == dim else n for i, n in enumerate(p.shape))
+
+
 def final_dtype(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if any(part in name for part in model.FP32) else dtype
+
+
+def read_slice(shard: safe_open, name: str, dim: int, axis: object) -> torch.Tensor:
+    """This rank's slice of a stored tensor; the rest of it is never read."""
+    stored = shard.get_slice(name)
+    size = stored.get_shape()[dim] // axis.size
+    mine = slice(axis.rank * size, (axis.rank + 1) * size)
+    return stored[mine] if dim == 0 else stored[:, mine]
 
 
 def load(model: nn.Module, component: Component, device: torch.device, dtype: torch.dtype,
@@ -168,12 +188,13 @@ def load(model: nn.Module, component: Component, device: torch.device, dtype: to
     """Fill a model built on meta. Weights that it lists in FP32 go there straight from the file. `progress` gets bytes."""
     check(model, component)
     ours = {model.hub_name(name): name for name in model.state_dict()}
-    weights = {}
+    weights, cut = {}, sliced(model)
     for path, header in component.shards.items():
         with safe_open(path, framework="pt", device="cpu") as shard:  # mapped, not read
             for theirs in header:
-                tensor = shard.get_tensor(theirs)
-                weights[ours[theirs]] = tensor.to(device, final_dtype(model, ours[theirs], dtype), copy=True)
+                name = ours[theirs]
+                tensor = read_slice(shard, theirs, *cut[name]) if name in cut else shard.get_tensor(theirs)
+                weights[name] = tensor.to(device, final_dtype(model, name, dtype), copy=True)
                 progress(tensor.nbytes)
     model.load_state_dict(weights, assign=True)
     return model.requires_grad_(False).eval()

@@ -62,12 +62,22 @@ class Mesh:
     ulysses: Axis = Axis("ulysses")
     seq: Axis = Axis("seq")
     vae: Axis | None = Axis("vae")  # None on ranks outside the overlay
+    world: Axis = Axis("world")
     sent: Counter = field(default_factory=Counter)
-    world_rank: int = 0
-    world: int = 1
 
-    def degrees(self) -> dict[str, int]:
-        return {name: getattr(self, name).size for name in NAMES}
+    def bytes_sent(self) -> dict[str, int]:
+        """What this rank has sent so far, by axis."""
+        total = Counter()
+        for (axis, _, unit), amount in self.sent.items():
+            total[axis] += amount if unit == "bytes" else 0
+        return dict(total)
+
+    def check_used(self, axes: list[str]) -> None:
+        """Raises RuntimeError where an axis of several ranks carried nothing: then something ran unsharded."""
+        for name in axes:
+            axis = getattr(self, name)
+            if axis.size > 1 and not any(n for (a, _, u), n in self.sent.items() if (a, u) == (name, "calls")):
+                raise RuntimeError(f"{name} has {axis.size} ranks and exchanged nothing: the run was not spread as asked")
 
 
 def open_world(device: torch.device) -> torch.device:
@@ -96,9 +106,10 @@ def open_mesh(device: torch.device, degrees: dict[str, int], vae: int = 1) -> Me
         named = " x ".join(f"{name} {size}" for name, size in zip(NAMES, sizes, strict=True) if size > 1) or "1"
         raise ValueError(f"{named} = {product} ranks, and there are {world}")
     if world == 1:
-        axes = {name: Axis(name, sent=sent) for name in (*NAMES, "seq", "vae")}
+        axes = {name: Axis(name, sent=sent) for name in (*NAMES, "seq", "vae", "world")}
         return Mesh(**axes, sent=sent)
     axes = {name: Axis(name, sent=sent) for name in (*NAMES, "seq", "vae")}
+    axes["world"] = _axis("world", dist.group.WORLD, sent)
     dims = {name: size for name, size in zip(NAMES, sizes, strict=True) if size > 1}
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     for name in dims:
@@ -111,7 +122,7 @@ def open_mesh(device: torch.device, degrees: dict[str, int], vae: int = 1) -> Me
         axes["vae"] = _axis("vae", group, sent) if dist.get_rank() < vae else None
     elif dist.get_rank():
         axes["vae"] = None
-    return Mesh(**axes, sent=sent, world_rank=dist.get_rank(), world=world)
+    return Mesh(**axes, sent=sent)
 
 
 def _axis(name: str, group: dist.ProcessGroup, sent: Counter) -> Axis:
@@ -229,6 +240,16 @@ def all_reduce(x: Tensor, axis: Axis, largest: bool = False) -> Tensor:
     x = x.contiguous().clone()
     axis.count("all_reduce", 2 * x.numel() * (axis.size - 1) // axis.size, x.itemsize)
     dist.all_reduce(x, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=axis.group)
+    return x
+
+
+def broadcast(x: Tensor, axis: Axis) -> Tensor:
+    """Rank 0's x on every rank; the others give a tensor of its shape."""
+    if axis.size == 1:
+        return x
+    x = x.contiguous()
+    axis.count("broadcast", x.numel() * (axis.size - 1) if axis.rank == 0 else 0, x.itemsize)
+    dist.broadcast(x, group=axis.group, group_src=0)
     return x
 
 

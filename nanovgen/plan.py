@@ -1,241 +1,132 @@
-"""From a request and a recipe to a job: everything that can be refused is refused here, before a weight is read."""
+"""From a recipe to who computes what: the refusals, the attention scheme, and what each axis will send.
 
-import math
-import re
-from dataclasses import dataclass, replace
-from pathlib import Path
+    attend = ulysses( ring | attn2d ( kernel ) )          Ulysses outside, ring or Attention2D inside, kernel innermost
 
-import torch
-from torch import nn
+`check` refuses degrees before anything is opened; `bind` composes the scheme; `bytes_sent` adds up the formulas in the
+schemes' headers, and a run's counters are held against it.
+"""
 
-from nanovgen import attention, scheduler, video
-from nanovgen.checkpoint import Component, build, check, final_dtype, locate, open_component, read_json
-from nanovgen.mesh import Mesh
-from nanovgen.recipe import PRESETS, Preset, Recipe, Request, negative_text, parse_size, resolve
-from nanovgen.text import UMT5, UMT5Config
-from nanovgen.vae import VAE, VAEConfig
-from nanovgen.wan import Wan, WanConfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
-HERE = Path(__file__).resolve().parent.parent / "weights"
+from torch import Tensor
+
+from nanovgen import attn2d, tp, ulysses, vae_parallel
+from nanovgen.attention import Kernel, attention
+from nanovgen.mesh import Cut, Mesh
+from nanovgen.recipe import ParallelConfig
+from nanovgen.ring import ring
+
+Attend = Callable[[Callable[[], Tensor], Callable[[], Tensor], Callable[[], Tensor]], Tensor]
+ATTN2D = {"exchange": attn2d.attn2d, "overlapped": attn2d.attn2d_overlapped, "reduce_scatter": attn2d.attn2d_reduce_scatter}
 
 
 @dataclass(frozen=True)
-class Job:
-    """A request that will run. `models` are on meta, by component name; `components` their files, in `folder` (a dry run
-    of a known model has neither)."""
+class Work:
+    """What one forward computes, as far as communication cares. Width and heads are the whole model's."""
 
-    request: Request
-    name: str
-    models: dict[str, nn.Module]
-    components: dict[str, Component]
-    folder: Path | None
-    sigmas: torch.Tensor
-    times: list[int]
-    negative: str | None  # None: no pass uses it
-    out: Path
-    mesh: Mesh
-    device: torch.device
-    dtype: torch.dtype
-    kernel: str
-
-    @property
-    def latent_shape(self) -> tuple[int, int, int]:
-        width, height = parse_size(self.request.size)
-        return (self.request.frames - 1) // 4 + 1, height // 8, width // 8
-
-    @property
-    def tokens(self) -> int:
-        f, y, x = self.latent_shape
-        return f * (y // 2) * (x // 2)
-
-    def expert(self, time: int) -> str:
-        """Which transformer serves integer time `time`: the first above the boundary, the second below."""
-        boundary = self.request.boundary
-        return "transformer" if boundary is None or time >= 1000 * boundary else "transformer_2"
-
-    def guidance(self, time: int) -> float:
-        low = self.request.guidance_low
-        return self.request.guidance if low is None or self.expert(time) == "transformer" else low
+    tokens: int
+    heads: int
+    width: int
+    ffn: int
+    layers: int
+    latent: tuple[int, int, int]  # f, y, x
+    itemsize: int
 
 
-def find_preset(model: str) -> tuple[str, Preset, Path | None]:
-    """The name, defaults and folder of what --model says. A known model's files are not touched yet."""
-    for name, preset in PRESETS.items():
-        if model in (name, preset.repo):
-            folder = HERE / model if (HERE / model).is_dir() else None
-            return name, preset, folder
-    folder = locate(model)
-    index = read_json(folder / "model_index.json")
-    config = WanConfig.read(read_json(folder / "transformer" / "config.json"))
-    experts = 2 if (folder / "transformer_2").is_dir() or "transformer_2" in index else 1
-    alike = [(n, p) for n, p in PRESETS.items() if WanConfig(**p.transformer) == config and p.experts == experts]
-    alike += [(n, p) for n, p in PRESETS.items() if WanConfig(**p.transformer).in_channels == config.in_channels
-              and p.experts == experts and n != "tiny-wan"]  # fmt: skip
-    if not alike:
-        raise ValueError(f"{model} has {config.in_channels} input channels and {experts} transformers; no known model is so")
-    name, preset = alike[0]
-    return name, replace(preset, boundary=index.get("boundary_ratio", preset.boundary)), folder
+def degrees(parallel: ParallelConfig) -> dict[str, int]:
+    rows, columns = parallel.attn2d_size
+    return {"cfg": parallel.cfg_size, "tp": parallel.tp_size, "ring": parallel.ring_size, "kv_axis": rows, "q_axis": columns,
+            "ulysses": parallel.ulysses_size}  # fmt: skip
 
 
-def own_shift(folder: Path | None) -> float | None:
-    """The flow shift in the checkpoint's scheduler file. Ours may differ: the table holds the model authors' own."""
-    if folder is None:
-        return None
-    config = read_json(folder / "scheduler" / "scheduler_config.json")
-    if config.get("prediction_type", "flow_prediction") != "flow_prediction":
-        raise ValueError(f"{folder}: the scheduler predicts {config['prediction_type']}; these models predict flow")
-    return config.get("flow_shift")
+def check(parallel: ParallelConfig, world: int, work: Work) -> None:
+    """Raises ValueError, in one line, for degrees that cannot work on this many ranks or this model."""
+    named = {"cfg_size": parallel.cfg_size, "tp_size": parallel.tp_size, "ring_size": parallel.ring_size,
+             "attn2d_size": parallel.attn2d_size, "ulysses_size": parallel.ulysses_size}  # fmt: skip
+    for name, size in [*named.items(), ("parallel_vae_size", parallel.parallel_vae_size)]:
+        if min(size if isinstance(size, tuple) else (size,)) < 1:
+            raise ValueError(f"{name} is {size}; a degree is at least 1")
+    if parallel.world != world:
+        product = " x ".join(f"{name} {size}" for name, size in named.items() if size not in (1, (1, 1))) or "1"
+        raise ValueError(f"the recipe is for {parallel.world} ranks ({product}) and there are {world}; use --ranks {parallel.world}"
+                         " or another recipe")  # fmt: skip
+    if parallel.cfg_size > 2:
+        raise ValueError(f"cfg_size is {parallel.cfg_size}; guidance has two streams, so it is 1 or 2")
+    if parallel.ring_size > 1 and parallel.attn2d_size != (1, 1):
+        raise ValueError("ring_size and attn2d_size are two ways to cut the same axis; set one of them to 1")
+    tp.check(work.heads, work.ffn, parallel.tp_size)
+    check_heads(work.heads, parallel)
+    if parallel.async_ulysses and parallel.fused_ulysses:
+        raise ValueError("async_ulysses sends q, k and v one by one and fused_ulysses all at once; set one of them to false")
+    if (parallel.async_ulysses or parallel.fused_ulysses) and parallel.ulysses_size == 1:
+        raise ValueError("async_ulysses and fused_ulysses are ways of ulysses, and ulysses_size is 1")
+    if parallel.attn2d_merge not in ATTN2D:
+        raise ValueError(f"attn2d_merge {parallel.attn2d_merge!r} is not one of {', '.join(ATTN2D)}")
+    if parallel.attn2d_merge != "exchange" and parallel.attn2d_size == (1, 1):
+        raise ValueError(f"attn2d_merge {parallel.attn2d_merge} is a way of attn2d, and attn2d_size is [1, 1]")
+    check_vae(parallel, world, work)
 
 
-def blueprint(preset: Preset) -> dict[str, nn.Module]:
-    """A known model's parts on meta, from the table, with no file."""
-    parts = ["transformer", "transformer_2"][: preset.experts]
-    return {"text_encoder": build(UMT5, UMT5Config()),
-            **{part: build(Wan, WanConfig(**preset.transformer)) for part in parts},
-            "vae": build(VAE, VAEConfig())}  # fmt: skip
+def check_heads(heads: int, parallel: ParallelConfig) -> None:
+    """Refuse with the nearest recipe that works: the rest of the ulysses degree goes to a ring."""
+    local, degree = heads // parallel.tp_size, parallel.ulysses_size
+    if local % degree == 0:
+        return
+    fits = max(d for d in range(1, degree) if local % d == 0 and degree % d == 0)
+    with_tp = f" of {heads} over tp {parallel.tp_size}" if parallel.tp_size > 1 else ""
+    raise ValueError(f"{local} heads{with_tp} do not split over ulysses {degree}; use ulysses {fits} and ring {degree // fits}")
 
 
-def open_models(folder: Path, parts: list[str]) -> tuple[dict[str, nn.Module], dict[str, Component]]:
-    """Build the parts on meta by their config files, and hold every name and shape against their headers."""
-    kinds = {"text_encoder": (UMT5, UMT5Config), "vae": (VAE, VAEConfig)}
-    models, components = {}, {}
-    for part in parts:
-        kind, config = kinds.get(part, (Wan, WanConfig))
-        components[part] = open_component(folder / part)
-        models[part] = build(kind, config.read(components[part].config))
-        check(models[part], components[part])
-    return models, components
+def check_vae(parallel: ParallelConfig, world: int, work: Work) -> None:
+    degree, half = parallel.parallel_vae_size, world // parallel.cfg_size
+    if degree > half and degree != world:
+        raise ValueError(f"parallel_vae_size {degree} would straddle the CFG halves of {half} ranks; use up to {half}, or {world}")
+    if parallel.parallel_vae_split_dim not in vae_parallel.DIMS:
+        raise ValueError(f"parallel_vae_split_dim {parallel.parallel_vae_split_dim!r} is not one of {', '.join(vae_parallel.DIMS)}")
+    rows = parallel.parallel_vae_split_dim == "height"
+    vae_parallel.check(work.latent[1 if rows else 2], degree, "rows" if rows else "columns")
 
 
-def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False) -> Job:
-    """Refuse or accept. Raises ValueError in one line: the numbers, the rule, the way out."""
-    check_world(recipe)
-    if not request.latents and not (request.prompt or "").strip():
-        raise ValueError('the prompt is empty; say what the video shows, as in: run.py "a red circle moves right"')
-    name, preset, folder = find_preset(request.model)
-    request = resolve(request, preset)
-    if request.solver not in scheduler.SOLVERS:
-        raise ValueError(f"solver {request.solver!r} is not one of {', '.join(scheduler.SOLVERS)}")
-    sigmas = scheduler.flow_sigmas(request.steps, request.shift, request.grid)
-    device, dtype, kernel = place(request, recipe)
-    job = Job(request, name, {}, {}, None, sigmas, scheduler.timesteps(sigmas), None, output_path(request), Mesh(), device,
-              dtype, kernel)  # fmt: skip
-    if not request.latents and any(job.guidance(t) != 1 for t in job.times):
-        job = replace(job, negative=negative_text(request))
-    if not dry_run:
-        check_place(job)
-    if dry_run and folder is None:
-        models, components = blueprint(preset), {}
+def bind(parallel: ParallelConfig, mesh: Mesh, tokens: int, kernel: Kernel) -> Attend:
+    """The scheme that a model's self-attention is handed."""
+    cut = Cut(tokens, mesh.seq.size, mesh.seq.rank)
+    if mesh.ring.size > 1:
+        inner = partial(ring, axis=mesh.ring, cut=cut, kernel=kernel)
+    elif mesh.q_axis.size * mesh.kv_axis.size > 1:
+        inner = partial(ATTN2D[parallel.attn2d_merge], axes=(mesh.q_axis, mesh.kv_axis), cut=cut, kernel=kernel)
     else:
-        folder = folder or locate(preset.repo)
-        experts = sorted({job.expert(t) for t in job.times}) if preset.experts == 2 else ["transformer"]
-        models, components = open_models(folder, ["vae"] if request.latents else ["text_encoder", *experts, "vae"])
-    job = replace(job, models=models, components=components, folder=folder)
-    check_image(job)
-    return job
+        inner = partial(local, kernel=kernel)
+    if mesh.ulysses.size == 1:
+        return lambda q, k, v: inner(q(), k(), v())
+    way = ulysses.ulysses_async if parallel.async_ulysses else ulysses.ulysses_fused if parallel.fused_ulysses else ulysses.ulysses
+    return partial(way, axis=mesh.ulysses, cut=cut, inner=inner)
 
 
-def check_world(recipe: Recipe) -> None:
-    parallel = recipe.parallel_config
-    if parallel.world != 1 or parallel.parallel_vae_size != 1:
-        raise ValueError(f"the recipe is for {max(parallel.world, parallel.parallel_vae_size)} ranks and this process is "
-                         "alone; use --recipe 1gpu")  # fmt: skip
+def local(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
+    return attention(q, k, v, kernel)[0]
 
 
-def check_place(job: Job) -> None:
-    """Refuse an encoder or an output folder that would fail at the end."""
-    video.find_ffmpeg()
-    width, height = parse_size(job.request.size)
-    latents = 4 * 16 * math.prod(job.latent_shape)
-    video.check_output(job.out, latents + width * height * 3 * 2)  # a clip is smaller than two of its frames, raw
-
-
-def check_image(job: Job) -> None:
-    wants = [m.config.in_channels > m.config.out_channels for m in job.models.values() if isinstance(m, Wan)]
-    if wants and wants[0] != bool(job.request.image):
-        raise ValueError(f"{job.request.model} makes video from " + ("an image and text: give --image FILE" if wants[0] else
-                         "text alone: leave --image out, or take an image-to-video model"))  # fmt: skip
-    if job.request.image:
-        video.read_image(job.request.image, *parse_size(job.request.size))
-
-
-def place(request: Request, recipe: Recipe) -> tuple[torch.device, torch.dtype, str]:
-    """Device, dtype and attention kernel."""
-    kind = request.device if request.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"device {kind} is not here; this machine has cpu" + (", cuda" if torch.cuda.is_available() else ""))
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    dtypes["auto"] = dtypes["bfloat16" if kind == "cuda" else "float32"]
-    if request.dtype not in dtypes:
-        raise ValueError(f"dtype {request.dtype!r} is not one of {', '.join(dtypes)}")
-    device, dtype = torch.device(kind), dtypes[request.dtype]
-    kernel, default = recipe.attention_config.backend, attention.default_kernel(device, dtype)
-    if kernel != "auto" and kernel not in attention.KERNELS:
-        raise ValueError(f"attention backend {kernel!r} is not one of auto, {', '.join(attention.KERNELS)}")
-    if kernel != "auto" and (kernel == "cpu") != (kind == "cpu"):
-        raise ValueError(f"attention backend {kernel} does not run on {kind}; auto takes {default}")
-    return device, dtype, default if kernel == "auto" else kernel
-
-
-def output_path(request: Request) -> Path:
-    """--out, or a name made of the prompt that no file here has."""
-    if request.out:
-        return Path(request.out)
-    stem = re.sub(r"[^a-z0-9]+", "-", (request.prompt or "video").lower()).strip("-")[:48].rstrip("-") or "video"
-    names = (Path(f"{stem}{f'-{i}' if i else ''}.mp4") for i in range(10**6))
-    return next(name for name in names if not name.exists())
-
-
-def weight_bytes(job: Job, part: str) -> int:
-    dtype = torch.float32 if part == "vae" else job.dtype
-    model = job.models[part]
-    return sum(p.numel() * final_dtype(model, name, dtype).itemsize for name, p in model.state_dict().items())
-
-
-def predicted_peak(job: Job) -> int:
-    """Bytes on the device at the fullest moment: the text stage, denoising or the decode, by their largest tensors."""
-    size, (f, y, x) = {part: weight_bytes(job, part) for part in job.models}, job.latent_shape
-    experts = [m for m in job.models.values() if isinstance(m, Wan)]
-    denoise = sum(size[part] for part in size if part.startswith("transformer"))
-    for model in experts:
-        c, rows = model.config, 512
-        denoise += (2 if job.negative is not None else 1) * c.num_layers * 2 * rows * c.width * job.dtype.itemsize
-    if experts:  # x, h, q, k, v, o in the model's dtype and two in fp32; the MLP's two are never there at once with them
-        c = experts[0].config
-        denoise += job.tokens * c.width * (6 * job.dtype.itemsize + 2 * 4)
-    widest = job.models["vae"].config
-    frames = min(f, job.request.chunk or f) * 4
-    decode = size["vae"] + 4 * frames * 64 * y * x * (widest.decoder_base_dim or widest.base_dim) * 4
-    return max(size.get("text_encoder", 0), denoise, decode)
-
-
-def describe(job: Job) -> dict[str, str]:
-    """The plan, line by line, as it is printed and stored."""
-    r, (f, y, x) = job.request, job.latent_shape
-    millions = {part: sum(p.numel() for p in model.parameters()) / 1e6 for part, model in job.models.items()}
-    stored = sum(c.stored_bytes for c in job.components.values())
-    if not job.components:
-        width = {part: 4 for part in job.models} | {"text_encoder": 4 if PRESETS[job.name].text_dtype == "F32" else 2}
-        stored = sum(width[part] * count * 1e6 for part, count in millions.items())
-    experts = [job.expert(t) for t in job.times]
-    switch = f"{experts.count('transformer')} high-noise, {experts.count('transformer_2')} low-noise (boundary {r.boundary})"
-    sigmas, shift = job.sigmas.tolist(), own_shift(job.folder)
-    file_says = f" (its scheduler file says {shift:g})" if shift not in (None, r.shift) else ""
-    lines = {
-        "model": f"{r.model} ({job.name}): " + ", ".join(f"{part} {count:,.1f} M" for part, count in millions.items()),
-        "video": f"{r.size}, {r.frames} frames at {r.fps} fps, {r.frames / r.fps:.2f} s, seed {r.seed}",
-        "tokens": f"{job.tokens} = {f} x {y // 2} x {x // 2}",
-        "steps": f"{r.steps} of {r.solver}, shift {r.shift:g}{file_says}, {r.grid} grid; "
-        + (switch if r.boundary is not None else "one expert"),
-        "sigmas": " ".join(f"{s:.3f}" for s in (sigmas if len(sigmas) < 12 else [*sigmas[:5], *sigmas[-5:]])),
-        "guidance": f"{r.guidance:g}" + ("" if r.guidance_low is None else f" high, {r.guidance_low:g} low"),
-        "prompt": r.prompt,
-        "negative": {None: "not used"}.get(job.negative, repr(job.negative) + (" (ours)" if r.negative_prompt is None else "")),
-        "ranks": "1: " + ", ".join(f"{name} {size}" for name, size in job.mesh.degrees().items()) + "; nothing is sent",
-        "runs on": f"{job.device.type}, {job.dtype} (VAE float32), attention kernel {job.kernel}",
-        "needs": f"about {predicted_peak(job) / 1e9:.2f} GB on the device; {stored / 1e9:.2f} GB of weight files",
-        "output": str(job.out),
+def bytes_sent(parallel: ParallelConfig, work: Work, streams: int) -> dict[str, int]:
+    """What a rank sends in one denoising step with `streams` guidance streams, by axis."""
+    p, d = parallel, degrees(parallel)
+    ranks = p.world // (p.cfg_size * p.tp_size)
+    s = -(-work.tokens // ranks)
+    qkv, heads, size = s * work.width // p.tp_size, s * work.heads // p.tp_size, work.itemsize
+    n, m = p.attn2d_size
+    layer = {
+        "ulysses": 4 * qkv * (d["ulysses"] - 1) // d["ulysses"] * size,
+        "ring": 2 * (p.ring_size - 1) * qkv * size,
+        "kv_axis": 2 * (n - 1) * qkv * size,
+        "q_axis": (m - 1) * (2 * qkv * size + 4 * heads),
+        "tp": 2 * (p.tp_size - 1) * (3 * s * work.width * size + 3 * s * 4) // p.tp_size,
     }
-    if r.latents:
-        lines = {k: v for k, v in lines.items() if k in ("model", "video", "runs on", "needs", "output")} | {"latents": r.latents}
-    return lines
+    if p.attn2d_merge == "reduce_scatter":
+        layer["q_axis"] = (m - 1) * (qkv * size + 4 * (qkv + heads) + 4 * 2 * heads)
+    forwards = 1 if streams == 1 else -(-streams // p.cfg_size)
+    total = {axis: forwards * work.layers * amount for axis, amount in layer.items()}
+    total["seq"] = forwards * (ranks - 1) * s * 64 * size
+    f, y, x = work.latent
+    total["cfg"] = 0 if streams == 1 else forwards * (p.cfg_size - 1) * 16 * f * y * x * size
+    return {axis: amount for axis, amount in total.items() if amount}

@@ -138,12 +138,18 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
+    """Degrees; world = cfg x tp x cp x ulysses, where cp is ring_size or attn2d_size (rows x columns)."""
+
     cfg_size: int = 1
     tp_size: int = 1
     ulysses_size: int = 1
+    async_ulysses: bool = False
+    fused_ulysses: bool = False
     ring_size: int = 1
     attn2d_size: tuple[int, int] = (1, 1)
+    attn2d_merge: str = "exchange"  # or overlapped, reduce_scatter
     parallel_vae_size: int = 1
+    parallel_vae_split_dim: str = "width"  # or height
 
     @property
     def world(self) -> int:
@@ -152,9 +158,18 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class CompilationConfig:
+    """Shapes to warm up for, [height, width] each; frames are floored to whole latent frames, as the article's runtime does."""
+
+    resolutions: tuple = ()
+    num_frames: tuple = ()
+
+
+@dataclass(frozen=True)
 class Recipe:
     attention_config: AttentionConfig = AttentionConfig()
     parallel_config: ParallelConfig = ParallelConfig()
+    compilation_config: CompilationConfig = CompilationConfig()
 
 
 def read_recipe(name: str) -> Recipe:
@@ -184,7 +199,7 @@ def fill(kind: type, content: object, where: str) -> object:
             values[key] = fill(type(default), value, f"{where}: {key}")
             continue
         value = tuple(value) if isinstance(value, list) else value
-        if type(value) is not type(default) or (isinstance(value, tuple) and list(map(type, value)) != list(map(type, default))):
+        if type(value) is not type(default) or (default and isinstance(default, tuple) and [*map(type, value)] != [*map(type, default)]):
             raise ValueError(f"{where}: {key} is {value!r}; it should look like {default!r}")
         values[key] = value
     return kind(**values)
