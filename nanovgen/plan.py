@@ -62,7 +62,9 @@ def find_preset(model: str) -> tuple[str, Preset, Path | None]:
     """The name, defaults and folder of what --model says. A known model's files are not touched yet."""
     for name, preset in PRESETS.items():
         if model in (name, preset.repo):
-            folder = HERE / model if (HERE / model).is_dir() else None
+            folder = HERE / name if (HERE / name).is_dir() else None
+            if name == "tiny-wan" and folder is None:
+                raise ValueError(f"tiny-wan comes with the repository and is not at {HERE}; run from a clone, or give its folder")
             return name, preset, folder
     folder = locate(model)
     index = read_json(folder / "model_index.json")
