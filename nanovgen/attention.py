@@ -76,14 +76,14 @@ def default_kernel(device: torch.device, dtype: torch.dtype) -> str:
     return "cudnn" if dtype in (torch.bfloat16, torch.float16) else "efficient"
 
 
-def prove(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+def prove(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     """Compare a kernel with a plain softmax on 7 queries and 5 keys; raises RuntimeError where o or LSE is off."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, n, 2, head_dim, generator=generator).to(device, dtype) for n in (7, 5, 5))
     scores = torch.einsum("bshd,bthd->bsht", q.double(), k.double()) / math.sqrt(head_dim)
     truth = torch.einsum("bsht,bthd->bshd", scores.softmax(-1), v.double()), scores.logsumexp(-1)
-    found = attention(q, k, v, KERNELS[name])
+    found = attention(q, k, v, kernel)
     for what, a, b in zip(("output", "LSE"), found, truth, strict=True):
         error = (a.double() - b).norm() / b.norm()
         if not error < (1e-4 if dtype == torch.float32 else 2e-2):
-            raise RuntimeError(f"attention kernel {name}: {what} is off by {error:.1e} of a plain softmax's")
+            raise RuntimeError(f"attention kernel {kernel.__name__}: {what} is off by {error:.1e} of a plain softmax's")

@@ -107,7 +107,7 @@ def velocity(job: Job, model: nn.Module, x: Tensor, t: int, contexts: list[Conte
 def denoise(job: Job, texts: list[Tensor], condition: Tensor | None, stages: Stages) -> Tensor:
     """Latents (1, 16, f, y, x), fp32 on the device."""
     experts = {part: load(job, part, stages) for part in job.models if part.startswith("transformer")}
-    attention.prove(job.kernel, job.device, job.dtype, next(iter(experts.values())).config.attention_head_dim)
+    attention.prove(attention.KERNELS[job.kernel], job.device, job.dtype, next(iter(experts.values())).config.attention_head_dim)
     with stages("denoise"):
         contexts = {part: [model.context(text, *job.latent_shape) for text in texts] for part, model in experts.items()}
         generator = torch.Generator().manual_seed(job.request.seed)  # on the CPU: the same on every machine

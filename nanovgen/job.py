@@ -1,4 +1,7 @@
-"""From a request and a recipe to a job: everything that can be refused is refused here, before a weight is read."""
+"""From a request and a recipe to a job: everything that can be refused is refused here, before a weight is read.
+
+Every rank prepares the same job from the same request; only the mesh, opened later, tells them apart.
+"""
 
 import math
 import re
@@ -16,6 +19,7 @@ from nanovgen.text import UMT5, UMT5Config
 from nanovgen.vae import VAE, VAEConfig
 from nanovgen.wan import Wan, WanConfig
 
+KNOWN_KERNELS = ("fa2", "fa3", "fa4")  # of recipes; installed apart from torch
 HERE = Path(__file__).resolve().parent.parent / "weights"
 
 
@@ -38,6 +42,7 @@ class Job:
     device: torch.device
     dtype: torch.dtype
     kernel: str
+    stand_in: str = ""  # said where another kernel than the recipe's runs
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -69,7 +74,9 @@ def find_preset(model: str) -> tuple[str, Preset, Path | None]:
     """The name, defaults and folder of what --model says. A known model's files are not touched yet."""
     for name, preset in PRESETS.items():
         if model in (name, preset.repo):
-            folder = HERE / model if (HERE / model).is_dir() else None
+            folder = HERE / name if (HERE / name).is_dir() else None
+            if name == "tiny-wan" and folder is None:
+                raise ValueError(f"tiny-wan comes with the repository and is not at {HERE}; run from a clone, or give its folder")
             return name, preset, folder
     folder = locate(model)
     index = read_json(folder / "model_index.json")
@@ -114,8 +121,8 @@ def open_models(folder: Path, parts: list[str]) -> tuple[dict[str, nn.Module], d
     return models, components
 
 
-def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, world: int = 1) -> Job:
-    """Refuse or accept, for `world` ranks. Raises ValueError in one line: the numbers, the rule, the way out."""
+def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, world: int = 1, forked: bool = False) -> Job:
+    """Refuse or accept, for `world` ranks, which may be forked CPU ones. Raises ValueError in one line: the numbers, the rule, the way out."""
     if not request.latents and not (request.prompt or "").strip():
         raise ValueError('the prompt is empty; say what the video shows, as in: run.py "a red circle moves right"')
     name, preset, folder = find_preset(request.model)
@@ -123,9 +130,9 @@ def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, 
     if request.solver not in scheduler.SOLVERS:
         raise ValueError(f"solver {request.solver!r} is not one of {', '.join(scheduler.SOLVERS)}")
     sigmas = scheduler.flow_sigmas(request.steps, request.shift, request.grid)
-    device, dtype, kernel = place(request, recipe)
+    device, dtype, kernel, stand_in = place(request, recipe, forked)
     job = Job(request, recipe, name, {}, {}, None, sigmas, scheduler.timesteps(sigmas), None, output_path(request), Mesh(), device,
-              dtype, kernel)  # fmt: skip
+              dtype, kernel, stand_in)  # fmt: skip
     if not request.latents and any(job.guidance(t) != 1 for t in job.times):
         job = replace(job, negative=negative_text(request))
     if not dry_run:
@@ -162,8 +169,8 @@ def check_image(job: Job) -> None:
         video.read_image(job.request.image, *parse_size(job.request.size))
 
 
-def place(request: Request, recipe: Recipe) -> tuple[torch.device, torch.dtype, str]:
-    """Device, dtype and attention kernel."""
+def place(request: Request, recipe: Recipe, forked: bool) -> tuple[torch.device, torch.dtype, str, str]:
+    """Device, dtype, attention kernel, and what to say where it stands in for another."""
     kind = request.device if request.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"device {kind} is not here; this machine has cpu" + (", cuda" if torch.cuda.is_available() else ""))
@@ -173,11 +180,16 @@ def place(request: Request, recipe: Recipe) -> tuple[torch.device, torch.dtype, 
         raise ValueError(f"dtype {request.dtype!r} is not one of {', '.join(dtypes)}")
     device, dtype = torch.device(kind), dtypes[request.dtype]
     kernel, default = recipe.attention_config.backend, attention.default_kernel(device, dtype)
+    kernel = kernel.lower()
+    if kernel in KNOWN_KERNELS and kernel not in attention.KERNELS:
+        if not forked:
+            raise ValueError(f"attention backend {kernel} is not installed here; auto takes {default}")
+        return device, dtype, default, f" in place of {kernel}, as forked CPU ranks do"
     if kernel != "auto" and kernel not in attention.KERNELS:
-        raise ValueError(f"attention backend {kernel!r} is not one of auto, {', '.join(attention.KERNELS)}")
+        raise ValueError(f"attention backend {kernel!r} is not one of auto, {', '.join((*attention.KERNELS, *KNOWN_KERNELS))}")
     if kernel != "auto" and (kernel == "cpu") != (kind == "cpu"):
         raise ValueError(f"attention backend {kernel} does not run on {kind}; auto takes {default}")
-    return device, dtype, default if kernel == "auto" else kernel
+    return device, dtype, default if kernel == "auto" else kernel, ""
 
 
 def output_path(request: Request) -> Path:
@@ -234,11 +246,28 @@ def describe(job: Job) -> dict[str, str]:
         "guidance": f"{r.guidance:g}" + ("" if r.guidance_low is None else f" high, {r.guidance_low:g} low"),
         "prompt": r.prompt,
         "negative": {None: "not used"}.get(job.negative, repr(job.negative) + (" (ours)" if r.negative_prompt is None else "")),
-        "ranks": "1: " + ", ".join(f"{name} {size}" for name, size in job.mesh.degrees().items()) + "; nothing is sent",
-        "runs on": f"{job.device.type}, {job.dtype} (VAE float32), attention kernel {job.kernel}",
+        "ranks": describe_ranks(job),
+        "sends": describe_sends(job),
+        "runs on": f"{job.device.type}, {job.dtype} (VAE float32), attention kernel {job.kernel}{job.stand_in}",
         "needs": f"about {predicted_peak(job) / 1e9:.2f} GB on the device; {stored / 1e9:.2f} GB of weight files",
         "output": str(job.out),
     }
     if r.latents:
         lines = {k: v for k, v in lines.items() if k in ("model", "video", "runs on", "needs", "output")} | {"latents": r.latents}
     return lines
+
+
+def describe_ranks(job: Job) -> str:
+    parallel = job.recipe.parallel_config
+    spread = ", ".join(f"{name} {size}" for name, size in plan.degrees(parallel).items() if size > 1) or "every degree 1"
+    ways = [name for name in ("async_ulysses", "fused_ulysses") if getattr(parallel, name)]
+    ways += [f"attn2d {parallel.attn2d_merge}"] if parallel.attn2d_size != (1, 1) else []
+    vae = f"; VAE {parallel.parallel_vae_size} by {parallel.parallel_vae_split_dim}" if parallel.parallel_vae_size > 1 else ""
+    return f"{parallel.world}: {spread}{' (' + ', '.join(ways) + ')' if ways else ''}{vae}"
+
+
+def describe_sends(job: Job) -> str:
+    """Bytes a rank and step in the busiest kind of step, by axis."""
+    streams = 1 if job.negative is None else 2
+    sent = plan.bytes_sent(job.recipe.parallel_config, job.work, streams)
+    return ", ".join(f"{axis} {amount / 1e6:.3f} MB" for axis, amount in sent.items()) + " a rank and step" if sent else "nothing"

@@ -66,7 +66,7 @@ def check(parallel: ParallelConfig, world: int, work: Work) -> None:
         raise ValueError(f"attn2d_merge {parallel.attn2d_merge!r} is not one of {', '.join(ATTN2D)}")
     if parallel.attn2d_merge != "exchange" and parallel.attn2d_size == (1, 1):
         raise ValueError(f"attn2d_merge {parallel.attn2d_merge} is a way of attn2d, and attn2d_size is [1, 1]")
-    check_vae(parallel, world, work)
+    check_vae(parallel, world, work.latent)
 
 
 def check_heads(heads: int, parallel: ParallelConfig) -> None:
@@ -79,14 +79,14 @@ def check_heads(heads: int, parallel: ParallelConfig) -> None:
     raise ValueError(f"{local} heads{with_tp} do not split over ulysses {degree}; use ulysses {fits} and ring {degree // fits}")
 
 
-def check_vae(parallel: ParallelConfig, world: int, work: Work) -> None:
+def check_vae(parallel: ParallelConfig, world: int, latent: tuple[int, int, int]) -> None:
     degree, half = parallel.parallel_vae_size, world // parallel.cfg_size
     if degree > half and degree != world:
         raise ValueError(f"parallel_vae_size {degree} would straddle the CFG halves of {half} ranks; use up to {half}, or {world}")
     if parallel.parallel_vae_split_dim not in vae_parallel.DIMS:
         raise ValueError(f"parallel_vae_split_dim {parallel.parallel_vae_split_dim!r} is not one of {', '.join(vae_parallel.DIMS)}")
     rows = parallel.parallel_vae_split_dim == "height"
-    vae_parallel.check(work.latent[1 if rows else 2], degree, "rows" if rows else "columns")
+    vae_parallel.check(latent[1 if rows else 2], degree, "rows" if rows else "columns")
 
 
 def bind(parallel: ParallelConfig, mesh: Mesh, tokens: int, kernel: Kernel) -> Attend:

@@ -12,6 +12,7 @@ Letters: alpha = 1 - sigma; lambda = ln(alpha / sigma), half the log signal-to-n
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,19 +30,19 @@ def flow_sigmas(steps: int, shift: float, grid: str = "native") -> Tensor:
     if shift <= 0:
         raise ValueError(f"shift is {shift}; it must be above 0")
     if grid == "native":
-        u = torch.linspace(0.999, 0, steps + 1, dtype=torch.float64)[:-1]
+        u = np.linspace(float(np.float32(0.999)), 0, steps + 1)[:-1]  # Wan's code holds 0.999 in fp32
     elif grid == "diffusers":
-        u = torch.linspace(1, 0.001, steps + 1, dtype=torch.float64)[:-1]
+        u = np.linspace(1, 0.001, steps + 1)[:-1]
     else:
         raise ValueError(f"sigma grid {grid!r} is not one of {', '.join(GRIDS)}")
-    sigmas = shift * u / (1 + (shift - 1) * u)
+    sigmas = torch.from_numpy(shift * u / (1 + (shift - 1) * u))  # numpy's grid: torch's differs in the last bit
     sigmas[0] = sigmas[0].clamp(max=1 - 1e-6)  # at 1 exactly lambda is -inf
     return torch.cat([sigmas, sigmas.new_zeros(1)])
 
 
 def timesteps(sigmas: Tensor) -> list[int]:
     """The integer time 0..999 that the model is given at each step (truncated, as Wan was trained)."""
-    return [int(1000 * s) for s in sigmas[:-1].float().tolist()]
+    return [int(1000 * s) for s in sigmas[:-1].tolist()]
 
 
 class Memory(NamedTuple):

@@ -33,7 +33,7 @@ class PromptTokenizer:
 
     def __init__(self, folder: Path):
         config = json.loads((folder / "tokenizer_config.json").read_text())
-        self.limit = min(LONGEST, int(config.get("model_max_length", LONGEST)))
+        self.limit = min(LONGEST, int(config.get("model_max_length") or LONGEST))
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
