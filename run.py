@@ -1,7 +1,10 @@
 """Make a video from text (or an image and text) with Wan 2.1, Wan 2.2 or the tiny checkpoint in this repository.
 
     python run.py "a red circle moves right on a black background"                       # seconds, on a laptop
-    python run.py "two cats box on a stage" --model Wan-AI/Wan2.2-T2V-A14B-Diffusers      # one GPU of 80 GB or more
+    python run.py "a red circle moves right on a black background" --ranks 72 --recipe nvl72    # the rack's recipe, forked
+    python run.py "two cats box on a stage" --model Wan-AI/Wan2.2-T2V-A14B-Diffusers            # one GPU
+    torchrun --standalone --nproc-per-node 8 run.py "two cats box on a stage" --recipe 8gpu \\
+        --model Wan-AI/Wan2.2-T2V-A14B-Diffusers                                                # one GPU a rank
     python run.py --model Wan-AI/Wan2.2-T2V-A14B-Diffusers --dry-run "two cats"           # the plan and its needs only
     python run.py --latents clip.latents.safetensors --out clip.mp4                       # decode saved latents again
 
@@ -9,10 +12,13 @@ Beside the video stand its latents and a JSON with the plan, the timings and the
 """
 
 import argparse
+import os
 import sys
 from dataclasses import fields, replace
+from functools import partial
 
-from nanovgen.recipe import AttentionConfig, Recipe, Request, read_recipe
+from nanovgen import generate, job as jobs, launch, mesh, plan
+from nanovgen.recipe import AttentionConfig, Request, read_recipe
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -30,6 +36,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.add_argument(f"--{f.name.replace('_', '-')}", type=kind, default=f.default, help=text, metavar=f.name.upper())
     parser.add_argument("--recipe", default="1gpu", help="a YAML file, or the name of one in nanovgen/recipes (default 1gpu)")
     parser.add_argument("--attention", help="attention kernel, over the recipe's: auto, cpu, flash, cudnn, efficient")
+    parser.add_argument("--ranks", type=int, help="fork so many CPU ranks here (torchrun's own ranks need no flag)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop; known models need no files for it")
     return parser.parse_args(arguments)
 
@@ -37,37 +44,58 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 done, 1 failed while running, 2 refused before any weight was read, 130 interrupted."""
     args = parse(arguments)
+    rank, launched = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's
     try:
-        recipe: Recipe = read_recipe(args.recipe)
+        recipe = read_recipe(args.recipe)
         if args.attention:
             recipe = replace(recipe, attention_config=AttentionConfig(args.attention))
+        if args.ranks is not None and (args.ranks < 1 or launched > 1):
+            raise ValueError(f"--ranks {args.ranks} forks ranks of its own: give 1 or more, and not under torchrun")
         request = Request(**{f.name: getattr(args, f.name) for f in fields(Request)})
-        from nanovgen import generate, plan  # torch takes two seconds to import; a misspelt recipe need not wait
-
+        if args.ranks is not None and request.device == "auto":
+            request = replace(request, device="cpu")
         if request.latents:
             request = generate.resume(request)
-        job = plan.prepare(request, recipe, args.dry_run)
+        job = jobs.prepare(request, recipe, args.dry_run, args.ranks or launched, forked=args.ranks is not None)
     except ValueError as error:
-        print(f"run.py: {error}", file=sys.stderr)
+        if rank == 0:
+            print(f"run.py: {error}", file=sys.stderr)
         return 2
-    for name, line in plan.describe(job).items():
-        print(f"{name:<9} {line}")
+    if rank == 0:
+        for name, line in jobs.describe(job).items():
+            print(f"{name:<9} {line}", flush=True)
     if args.dry_run:
         return 0
+    if args.ranks is not None and args.ranks > 1:
+        return launch.run_ranks(args.ranks, partial(run_rank, job, args.ranks))
     try:
-        report = generate.generate(job)
+        run_rank(job, launched)
     except (RuntimeError, FloatingPointError, OSError) as error:
-        print(f"run.py: {error}", file=sys.stderr)
+        print(f"run.py: {f'rank {rank}: ' if launched > 1 else ''}{error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("run.py: interrupted before the latents were made; nothing was written", file=sys.stderr)
         return 130
+    finally:
+        mesh.close_world()
+    return 0
+
+
+def run_rank(job: "jobs.Job", world: int) -> None:
+    """One rank's part, from joining the others to the table that rank 0 prints."""
+    if world > 1:
+        parallel = job.recipe.parallel_config
+        device = mesh.open_world(job.device)
+        job = replace(job, device=device, mesh=mesh.open_mesh(device, plan.degrees(parallel), parallel.parallel_vae_size))
+    report = generate.generate(job)
+    if job.mesh.world.rank > 0:
+        return
     print(f"\n{'stage':<9} {'seconds':>8} {'peak GB':>8}")
     for name, row in report["stages"].items():
         print(f"{name:<9} {row['seconds']:8.2f} {row['peak_bytes'] / 1e9:8.2f}")
-    print(f"{'total':<9} {report['seconds']:8.2f}\nsent      nothing: one rank")
-    print(f"seed      {request.seed}\nvideo     {report['output']}")
-    return 0
+    sent = ", ".join(f"{axis} {amount / 1e6:.3f} MB" for axis, amount in report["bytes_sent"].items())
+    print(f"{'total':<9} {report['seconds']:8.2f}\nsent      {sent or 'nothing: one rank'}")
+    print(f"seed      {job.request.seed}\nvideo     {report['output']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanovgen import attention, checkpoint, plan, scheduler, video
-from nanovgen.plan import Job
+from nanovgen import attention, cfg, checkpoint, job as jobs, mesh, plan, scheduler, tp, vae_parallel, video
+from nanovgen.job import Job
 from nanovgen.recipe import Request, parse_size
 from nanovgen.text import PromptTokenizer, encode_prompt
 from nanovgen.wan import Context
@@ -50,10 +50,16 @@ class Stages:
 
 
 def load(job: Job, part: str, stages: Stages) -> nn.Module:
-    component = job.components[part]
-    with stages("load"), tqdm(total=component.stored_bytes, unit="B", unit_scale=True, desc=f"load {part}") as bar:
-        dtype = torch.float32 if part == "vae" else job.dtype
-        return checkpoint.load(job.models[part], component, job.device, dtype, bar.update)
+    component, model = job.components[part], job.models[part]
+    if part.startswith("transformer"):
+        model = tp.split(model, job.mesh.tp)
+    with stages("load"), bar(job, total=component.stored_bytes, unit="B", unit_scale=True, desc=f"load {part}") as progress:
+        return checkpoint.load(model, component, job.device, torch.float32 if part == "vae" else job.dtype, progress.update)
+
+
+def bar(job: Job, **options: object) -> tqdm:
+    """A progress bar, on the first rank alone."""
+    return tqdm(disable=job.mesh.world.rank > 0, **options)
 
 
 def check_finite(x: Tensor, stage: str) -> Tensor:
@@ -62,18 +68,22 @@ def check_finite(x: Tensor, stage: str) -> Tensor:
     return x
 
 
-def encode_texts(job: Job, stages: Stages) -> list[Tensor]:
-    """States (1, rows, C) of the prompt and, where a pass uses it, of the negative prompt."""
+def own_streams(job: Job) -> set[int]:
+    """The guidance streams that this rank ever runs: 0 is the prompt, 1 the negative prompt."""
+    return {i for t in job.times for i in cfg.mine(1 if job.guidance(t) == 1 else 2, job.mesh.cfg)}
+
+
+def encode_texts(job: Job, stages: Stages) -> dict[int, Tensor]:
+    """States (1, rows, C) of the texts that this rank's half uses, by stream."""
     encoder = load(job, "text_encoder", stages)
     with stages("text"):
-        tokenizer, states = PromptTokenizer(job.folder / "tokenizer"), []
-        for what, text in (("prompt", job.request.prompt), ("negative prompt", job.negative)):
-            if text is None:
-                continue
+        tokenizer, states = PromptTokenizer(job.folder / "tokenizer"), {}
+        for stream in own_streams(job):
+            what, text = (("prompt", job.request.prompt), ("negative prompt", job.negative))[stream]
             ids, cut = tokenizer(text)
-            if cut:
+            if cut and job.mesh.seq.rank == 0 and job.mesh.tp.rank == 0:
                 tqdm.write(f"the {what} is {cut} tokens too long: {tokenizer.limit} are used")
-            states.append(check_finite(encode_prompt(encoder, ids, tokenizer.limit), f"text encoding ({what})"))
+            states[stream] = check_finite(encode_prompt(encoder, ids, tokenizer.limit), f"text encoding ({what})")
     return states
 
 
@@ -82,46 +92,51 @@ def image_condition(job: Job, stages: Stages) -> Tensor:
 
     The latents are those of a clip whose first frame is the image and whose others are mid-grey.
     """
-    vae = load(job, "vae", stages)
-    with stages("image"):
-        image = video.read_image(job.request.image, *parse_size(job.request.size))
-        clip = torch.cat([image, image.new_zeros(1, 3, job.request.frames - 1, *image.shape[3:])], dim=2)
-        latents = vae.encode(clip.to(job.device), job.request.chunk or None)
-        mask = torch.zeros_like(latents[:, :4])
-        mask[:, :, 0] = 1
+    latents = torch.empty(1, 16, *job.latent_shape, device=job.device)
+    if job.mesh.vae is not None:  # the ranks of the parallel VAE; the others are told
+        vae = load(job, "vae", stages)
+        with stages("image"):
+            image = video.read_image(job.request.image, *parse_size(job.request.size))
+            clip = torch.cat([image, image.new_zeros(1, 3, job.request.frames - 1, *image.shape[3:])], dim=2).to(job.device)
+            latents = vae_parallel.encode(vae, clip, job.request.chunk or None, job.mesh.vae, split_dim(job))
+    latents = mesh.broadcast(latents, job.mesh.world)
+    mask = torch.zeros_like(latents[:, :4])
+    mask[:, :, 0] = 1
     return check_finite(torch.cat([mask, latents], dim=1), "image encoding")
 
 
-def velocity(job: Job, model: nn.Module, x: Tensor, t: int, contexts: list[Context]) -> Tensor:
-    """Guided velocity (classifier-free guidance, arXiv:2207.12598), fp32; guidance 1 runs the prompt alone."""
-    kernel = attention.KERNELS[job.kernel]
-    attend = lambda q, k, v: attention.attention(q(), k(), v(), kernel)[0]  # noqa: E731
-    forward = partial(model, x.to(job.dtype), torch.tensor([t], device=x.device), attend=attend, axis=job.mesh.seq)
-    cond, guidance = forward(context=contexts[0]).float(), job.guidance(t)
-    if guidance == 1:
-        return cond
-    uncond = forward(context=contexts[1]).float()
-    return uncond + guidance * (cond - uncond)
+def split_dim(job: Job) -> int:
+    return vae_parallel.DIMS[job.recipe.parallel_config.parallel_vae_split_dim]
 
 
-def denoise(job: Job, texts: list[Tensor], condition: Tensor | None, stages: Stages) -> Tensor:
+def velocity(job: Job, model: nn.Module, x: Tensor, t: int, contexts: dict[int, Context]) -> Tensor:
+    """Guided velocity, fp32, the same on every rank; guidance 1 runs the prompt alone."""
+    attend = plan.bind(job.recipe.parallel_config, job.mesh, job.tokens, attention.KERNELS[job.kernel])
+    x, time, guidance = x.to(job.dtype), torch.tensor([t], device=x.device), job.guidance(t)
+    streams = 1 if guidance == 1 else 2
+    found = cfg.run_streams(lambda i: model(x, time, contexts[i], attend, job.mesh.seq), streams, job.mesh.cfg)
+    return cfg.guide(found, guidance)
+
+
+def denoise(job: Job, texts: dict[int, Tensor], condition: Tensor | None, stages: Stages) -> Tensor:
     """Latents (1, 16, f, y, x), fp32 on the device."""
     experts = {part: load(job, part, stages) for part in job.models if part.startswith("transformer")}
     attention.prove(attention.KERNELS[job.kernel], job.device, job.dtype, next(iter(experts.values())).config.attention_head_dim)
     with stages("denoise"):
-        contexts = {part: [model.context(text, *job.latent_shape) for text in texts] for part, model in experts.items()}
+        contexts = {part: {i: model.context(text, *job.latent_shape) for i, text in texts.items()} for part, model in experts.items()}
         generator = torch.Generator().manual_seed(job.request.seed)  # on the CPU: the same on every machine
         x = torch.randn(1, 16, *job.latent_shape, generator=generator).to(job.device)
         state, step = scheduler.SOLVERS[job.request.solver]
-        with tqdm(total=len(job.times), desc="denoise", unit="step") as bar:
+        with bar(job, total=len(job.times), desc="denoise", unit="step") as progress:
             for i, t in enumerate(job.times):
                 part = job.expert(t)
-                bar.set_postfix(expert="high" if part == "transformer" else "low", refresh=False)
+                progress.set_postfix(expert="high" if part == "transformer" else "low", refresh=False)
                 given = x if condition is None else torch.cat([x, condition], dim=1)
                 v = velocity(job, experts[part], given, t, contexts[part])
                 state, x = step(state, job.sigmas, i, x, v)
                 check_finite(x, f"denoising, step {i + 1}")
-                bar.update()
+                progress.update()
+    job.mesh.check_used(["tp", "ring", "kv_axis", "q_axis", "ulysses", "seq", *(["cfg"] if job.negative is not None else [])])
     return x
 
 
@@ -159,9 +174,15 @@ def read_latents(job: Job) -> Tensor:
 
 
 def decode(job: Job, latents: Tensor, stages: Stages) -> None:
-    """Write the MP4 chunk by chunk, and the contact sheet."""
-    vae, frames = load(job, "vae", stages), []
-    chunks = vae.decode(latents, job.request.chunk or None)
+    """Decode on the ranks of the parallel VAE; the first of them, rank 0, writes the MP4 and the contact sheet."""
+    vae = load(job, "vae", stages)
+    chunks = vae_parallel.decode(vae, latents, job.request.chunk or None, job.mesh.vae, split_dim(job))
+    if job.mesh.world.rank > 0:
+        with stages("decode"):
+            for chunk in chunks:
+                check_finite(chunk, "decoding")
+        return
+    frames = []
     with video.VideoWriter(job.out, *parse_size(job.request.size), job.request.fps) as writer:
         while True:
             with stages("decode"):
@@ -178,8 +199,9 @@ def decode(job: Job, latents: Tensor, stages: Stages) -> None:
 
 
 def generate(job: Job) -> dict:
-    """Run a job that `plan.prepare` accepted; returns what is also written to the JSON beside the video."""
+    """Run a job that `job.prepare` accepted, on this rank of its mesh; returns what rank 0 also writes as JSON."""
     stages, start = Stages(job.device), time.perf_counter()
+    first = job.mesh.world.rank == 0
     with torch.inference_mode():
         if job.request.latents:
             latents, saved = read_latents(job), Path(job.request.latents)
@@ -187,24 +209,32 @@ def generate(job: Job) -> dict:
             texts = encode_texts(job, stages)
             condition = image_condition(job, stages) if job.request.image else None
             latents = denoise(job, texts, condition, stages)
-            saved = save_latents(latents, job)
+            saved = save_latents(latents, job) if first else latents_path(job.out)
         try:
-            decode(job, latents, stages)
+            if job.mesh.vae is not None:
+                decode(job, latents, stages)
         except (Exception, KeyboardInterrupt) as error:
             what = " ".join(f"{type(error).__name__}: {error}".split())
             raise RuntimeError(f"no video, but the latents are safe ({what}); go on from them with: "
                                f"python run.py --latents {saved} --out {job.out}") from error  # fmt: skip
-    report = {
+    report = describe_run(job, stages, saved, time.perf_counter() - start)
+    if first:
+        job.out.with_suffix(".json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    return report
+
+
+def describe_run(job: Job, stages: Stages, saved: Path, seconds: float) -> dict:
+    """All of the request, the plan and the figures of rank 0."""
+    return {
         "request": asdict(replace(job.request, out=str(job.out))),
-        "plan": plan.describe(job),
+        "recipe": asdict(job.recipe),
+        "plan": jobs.describe(job),
         "sigmas": job.sigmas.tolist(),
         "timesteps": job.times,
         "stages": {name: {"seconds": s, "peak_bytes": peak} for name, (s, peak) in stages.rows.items()},
-        "seconds": time.perf_counter() - start,
-        "bytes_sent": {},
+        "seconds": seconds,
+        "bytes_sent": job.mesh.bytes_sent(),
         "latents": str(saved),
         "output": str(job.out),
         "torch": torch.__version__,
     }
-    job.out.with_suffix(".json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    return report

@@ -25,59 +25,77 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_ranks(ranks: int, work: Callable[[], object], patience: float = 10.0) -> int:
-    """Run work() on `ranks` forked gloo ranks of one world; returns an exit status, 0 if all ranks returned.
+def run_ranks(ranks: int, work: Callable[[], object]) -> int:
+    """Run work() on `ranks` forked ranks; the exit status: 0 if all returned, 1 if one failed, 130 if interrupted.
 
-    work() finds the world joined. After the first failure the others get `patience` seconds before they are killed.
+    The ranks find torchrun's environment and join the world themselves (mesh.open_world).
     """
     context, port = get_context("fork"), free_port()
     errors = context.SimpleQueue()
-    processes = [context.Process(target=_rank, args=(rank, ranks, port, work, errors)) for rank in range(ranks)]
+    processes = [context.Process(target=_rank, args=(rank, ranks, port, work, errors), daemon=True) for rank in range(ranks)]
     for process in processes:
         process.start()
     try:
         failed = _watch(processes)
     except KeyboardInterrupt:
-        failed = "interrupted"
-    _end(processes)
+        _end(processes)
+        print("interrupted; all ranks have ended", file=sys.stderr)
+        return 130
     if failed is None:
         return 0
-    rank, text = errors.get() if not errors.empty() else (None, failed)
-    print(text if rank is None else f"rank {rank}: {text}", file=sys.stderr)
+    killed, text = failed
+    if not killed and not errors.empty():
+        text = errors.get()  # the first one that was reported, not a neighbour's broken connection
+    _end(processes)
+    print(text, file=sys.stderr)
     return 1
 
 
-def _watch(processes: list) -> str | None:
-    """Wait for all to end well (None), or for the first that does not."""
+def _watch(processes: list) -> tuple[bool, str] | None:
+    """Wait for all to end well (None), or for the first that does not: whether by a signal, and what to say."""
     alive = {process.sentinel: rank for rank, process in enumerate(processes)}
     while alive:
-        for sentinel in wait(list(alive)):
-            rank = alive.pop(sentinel)
+        ended = [alive.pop(sentinel) for sentinel in wait(list(alive))]
+        for rank in ended:
             processes[rank].join()
-            code = processes[rank].exitcode
-            if code:
-                return f"rank {rank} " + (f"was killed by signal {-code}" if code < 0 else f"ended with status {code}")
+        codes = {rank: processes[rank].exitcode for rank in ended if processes[rank].exitcode}
+        for rank, code in codes.items():
+            if code < 0:
+                return True, f"rank {rank} was killed by signal {-code}"
+        for rank, code in codes.items():
+            return False, f"rank {rank} ended with status {code}"
     return None
 
 
-def _end(processes: list) -> None:
+def _end(processes: list, patience: float = 3.0) -> None:
+    """Ask all to end, so that a half-written file is removed; then insist."""
     for process in processes:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
+        process.terminate()
+    deadline = time.monotonic() + patience
     for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        process.kill()
         process.join()
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _rank(rank: int, ranks: int, port: int, work: Callable[[], object], errors: object) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent decides
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        mesh.open_world(torch.device("cpu"))
         work()
         mesh.close_world()
-    except BaseException as error:
-        errors.put((rank, "".join(traceback.format_exception(error)) if not isinstance(error, ValueError) else str(error)))
-        sys.stdout.flush()
-        time.sleep(0.1)  # let the queue's pipe take it before we are gone
+    except (ValueError, RuntimeError, FloatingPointError, OSError) as error:
+        errors.put(f"rank {rank}: {error}")
+        os._exit(1)  # at once: tidying up would wait for peers that wait for us
+    except KeyboardInterrupt:
+        os._exit(130)
+    except BaseException:
+        errors.put(f"rank {rank}: {traceback.format_exc()}")
         os._exit(1)

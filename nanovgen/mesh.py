@@ -270,7 +270,7 @@ def exchange_edges(first: Tensor, last: Tensor, axis: Axis) -> tuple[Tensor, Ten
 
     At the two ends of the axis there is no neighbour, and zeros come back: the picture's edge.
     """
-    before, after = torch.zeros_like(last), torch.zeros_like(first)
+    before, after = last.new_zeros(last.shape), first.new_zeros(first.shape)
     ops = []
     for tensor, out, peer in ((first, before, axis.rank - 1), (last, after, axis.rank + 1)):
         if 0 <= peer < axis.size:
