@@ -123,7 +123,9 @@ def denoise(job: Job, texts: dict[int, Tensor], condition: Tensor | None, stages
     experts = {part: load(job, part, stages) for part in job.models if part.startswith("transformer")}
     attention.prove(attention.KERNELS[job.kernel], job.device, job.dtype, next(iter(experts.values())).config.attention_head_dim)
     with stages("denoise"):
-        contexts = {part: {i: model.context(text, *job.latent_shape) for i, text in texts.items()} for part, model in experts.items()}
+        contexts = {
+            part: {i: model.context(text, *job.latent_shape) for i, text in texts.items()} for part, model in experts.items()
+        }
         generator = torch.Generator().manual_seed(job.request.seed)  # on the CPU: the same on every machine
         x = torch.randn(1, 16, *job.latent_shape, generator=generator).to(job.device)
         state, step = scheduler.SOLVERS[job.request.solver]

@@ -82,9 +82,13 @@ def check_heads(heads: int, parallel: ParallelConfig) -> None:
 def check_vae(parallel: ParallelConfig, world: int, latent: tuple[int, int, int]) -> None:
     degree, half = parallel.parallel_vae_size, world // parallel.cfg_size
     if degree > half and degree != world:
-        raise ValueError(f"parallel_vae_size {degree} would straddle the CFG halves of {half} ranks; use up to {half}, or {world}")
+        raise ValueError(
+            f"parallel_vae_size {degree} would straddle the CFG halves of {half} ranks; use up to {half}, or {world}"
+        )
     if parallel.parallel_vae_split_dim not in vae_parallel.DIMS:
-        raise ValueError(f"parallel_vae_split_dim {parallel.parallel_vae_split_dim!r} is not one of {', '.join(vae_parallel.DIMS)}")
+        raise ValueError(
+            f"parallel_vae_split_dim {parallel.parallel_vae_split_dim!r} is not one of {', '.join(vae_parallel.DIMS)}"
+        )
     rows = parallel.parallel_vae_split_dim == "height"
     vae_parallel.check(latent[1 if rows else 2], degree, "rows" if rows else "columns")
 
@@ -100,7 +104,9 @@ def bind(parallel: ParallelConfig, mesh: Mesh, tokens: int, kernel: Kernel) -> A
         inner = partial(local, kernel=kernel)
     if mesh.ulysses.size == 1:
         return lambda q, k, v: inner(q(), k(), v())
-    way = ulysses.ulysses_async if parallel.async_ulysses else ulysses.ulysses_fused if parallel.fused_ulysses else ulysses.ulysses
+    way = (
+        ulysses.ulysses_async if parallel.async_ulysses else ulysses.ulysses_fused if parallel.fused_ulysses else ulysses.ulysses
+    )
     return partial(way, axis=mesh.ulysses, cut=cut, inner=inner)
 
 

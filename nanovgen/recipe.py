@@ -199,7 +199,9 @@ def fill(kind: type, content: object, where: str) -> object:
             values[key] = fill(type(default), value, f"{where}: {key}")
             continue
         value = tuple(value) if isinstance(value, list) else value
-        if type(value) is not type(default) or (default and isinstance(default, tuple) and [*map(type, value)] != [*map(type, default)]):
+        if type(value) is not type(default) or (
+            default and isinstance(default, tuple) and [*map(type, value)] != [*map(type, default)]
+        ):
             raise ValueError(f"{where}: {key} is {value!r}; it should look like {default!r}")
         values[key] = value
     return kind(**values)

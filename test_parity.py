@@ -1,0 +1,392 @@
+"""Every way of spreading the work against one rank that does it all.
+
+    python -m pytest test_parity.py                                    # forks its own ranks, CPU, fp32
+    torchrun --standalone --nproc-per-node 4 test_parity.py            # the configurations of 4 ranks, fp32 and, on GPUs, bf16
+
+One rank holds the truth: a small Wan with weights of unit gain (so that attention matters), guided by two texts of unequal
+weight, in fp32. Each configuration must give it on every rank to 1e-5, at a token count that divides, one that divides
+nothing, and one below the rank count; where only data moves, to the bit. What was sent must be the formulas in the
+schemes' headers. The negative controls are the same comparisons with one thing broken; they must fail by 100x.
+"""
+
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nanovgen import attention, cfg, checkpoint, launch, mesh, plan, ring, tp, vae_parallel
+from nanovgen.mesh import Cut, Mesh
+from nanovgen.recipe import ParallelConfig
+from nanovgen.vae import VAE, VAEConfig
+from nanovgen.wan import Context, Wan, WanConfig
+
+TOLERANCE = 1e-5
+CONFIG = WanConfig(num_attention_heads=24, attention_head_dim=12, num_layers=2, ffn_dim=96, text_dim=32)
+GRIDS = {"even": (3, 8, 12), "odd": (5, 6, 10), "few": (5, 2, 2)}  # latent f, y, x: 72, 75 and 5 tokens
+GUIDANCE = 3.0
+
+
+def parse(name: str) -> ParallelConfig:
+    """'cfg2.ulysses4.attn2d3x3+overlapped' -> degrees and ways."""
+    name, *ways = name.split("+")
+    found = {}
+    for part in name.split("."):
+        if part.startswith("attn2d"):
+            found["attn2d_size"] = tuple(int(n) for n in part.removeprefix("attn2d").split("x"))
+        else:
+            kind = part.rstrip("0123456789")
+            found[f"{kind}_size"] = int(part.removeprefix(kind))
+    for way in ways:
+        found |= {"async": {"async_ulysses": True}, "fused": {"fused_ulysses": True}}.get(way, {"attn2d_merge": way})
+    return ParallelConfig(**found)
+
+
+ULYSSES = [f"ulysses{p}{way}" for p in (2, 3, 4, 8) for way in ("", "+fused", "+async")]
+RING = [f"ring{p}" for p in (2, 3, 4, 5)]
+ATTN2D = [f"attn2d{grid}{way}" for grid in ("1x2", "2x1", "2x2", "2x3", "3x2", "1x4", "4x1", "3x3") for way in
+          ("", "+overlapped", "+reduce_scatter")]  # fmt: skip
+HYBRID = ["cfg2", "tp2", "tp4", "cfg2.ulysses2", "cfg2.ulysses2.ring2", "cfg2.ulysses2.attn2d2x2", "ulysses2.ring2+async",
+          "ulysses2.attn2d2x1+async", "tp2.ulysses2", "tp2.ring2", "tp2.attn2d2x2", "cfg2.tp2.ulysses2"]  # fmt: skip
+RACK = ["cfg2.ulysses4.attn2d3x3", "cfg2.ulysses4.ring9"]
+# Only data moves in these: the same kernel sees the same keys in the same order. Elsewhere partial results are merged, or
+# partial sums added, in another order of rounding.
+EXACT = ["cfg2", *ULYSSES, "cfg2.ulysses2", *(f"attn2d{n}x1{way}" for n in (2, 4) for way in ("", "+reduce_scatter"))]
+
+
+def gain(shape: torch.Size, name: str, generator: torch.Generator) -> Tensor:
+    """Weights of unit gain: matrices by their input width, norms about 1, tables and biases large enough to be seen."""
+    x = torch.randn(shape, generator=generator)
+    if x.ndim == 1:
+        return 1 + 0.2 * x if "norm" in name and name.endswith("weight") else 0.2 * x
+    return 0.5 * x if "table" in name else 1.5 * x / (x.numel() / shape[0]) ** 0.5
+
+
+def make(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    model.load_state_dict({name: gain(p.shape, name, generator) for name, p in model.state_dict().items()})
+    return model.requires_grad_(False).eval()
+
+
+def inputs(grid: str) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Latents, time, and two texts whose real rows differ in number."""
+    generator = torch.Generator().manual_seed(7)
+    texts = [torch.randn(1, 16, CONFIG.text_dim, generator=generator) for _ in range(2)]
+    texts[0][:, 9:], texts[1][:, 5:] = 0, 0
+    return torch.randn(1, 16, *GRIDS[grid], generator=generator), torch.tensor([637]), texts
+
+
+def guided(model: Wan, grid: str, parallel: ParallelConfig, m: Mesh, place: tuple, context=Wan.context, attend=None) -> Tensor:
+    """The guided velocity as generate.py makes it. `place` is device, dtype and kernel."""
+    x, time, texts = inputs(grid)
+    device, dtype, kernel = place
+    f, rows, columns = GRIDS[grid]
+    attend = attend or plan.bind(parallel, m, f * (rows // 2) * (columns // 2), kernel)
+    own = {i: context(model, texts[i].to(device, dtype), f, rows, columns) for i in cfg.mine(2, m.cfg)}
+    x, time = x.to(device, dtype), time.to(device)
+    return cfg.guide(cfg.run_streams(lambda i: model(x, time, own[i], attend, m.seq), 2, m.cfg), GUIDANCE)
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+@dataclass
+class Row:
+    """One line of the table: the worst rank's error."""
+
+    name: str
+    ranks: int
+    error: float
+    equal: bool
+    sent: float
+    formula: float
+
+    def __str__(self) -> str:
+        ratio = f"{self.sent / self.formula:.4f}" if self.formula else "-"
+        return f"{self.name:<42} {self.ranks:>5} {self.error:>10.2e} {'yes' if self.equal else 'no':>5} {self.sent:>12.0f} {ratio:>8}"
+
+
+HEADER = f"{'configuration':<42} {'ranks':>5} {'error':>10} {'bits':>5} {'bytes sent':>12} {'/formula':>8}"
+
+
+def worst(m: Mesh, *values: float) -> list[float]:
+    """The largest of each over all ranks."""
+    return mesh.all_reduce(
+        torch.tensor(values, dtype=torch.float64), replace(m.world, sent=mesh.Counter()), largest=True
+    ).tolist()
+
+
+class Truth:
+    """What one rank computes, and the weights as a file for the loader."""
+
+    def __init__(self, folder: Path):
+        self.model = make(Wan(CONFIG), 0)
+        save_file({self.model.hub_name(k): v.contiguous() for k, v in self.model.state_dict().items()}, folder / "m.safetensors")
+        self.component = checkpoint.open_component(folder)
+        self.alone = ParallelConfig()
+        self.place = (torch.device("cpu"), torch.float32, attention.KERNELS["cpu"])
+        with torch.inference_mode():
+            self.velocity = {grid: guided(self.model, grid, self.alone, Mesh(), self.place) for grid in GRIDS}
+
+
+def measure(name: str, truth: Truth, place: tuple) -> list[Row]:
+    """Inside a rank: this configuration at every token count, against the truth."""
+    parallel, (device, dtype, kernel), rows = parse(name), place, []
+    with torch.inference_mode():
+        for grid in GRIDS:
+            m = mesh.open_mesh(device, plan.degrees(parallel))
+            model = tp.split(checkpoint.build(Wan, CONFIG), m.tp)
+            checkpoint.load(model, truth.component, device, dtype)
+            m.sent.clear()
+            out = guided(model, grid, parallel, m, place).cpu()
+            found, wanted = error(out, truth.velocity[grid]), truth.velocity[grid]
+            f, y, x = GRIDS[grid]
+            work = plan.Work(f * y * x // 4, 24, CONFIG.width, CONFIG.ffn_dim, CONFIG.num_layers, GRIDS[grid], dtype.itemsize)
+            formula = sum(plan.bytes_sent(parallel, work, 2).values()) + text_bytes(parallel, dtype)
+            far, differs, sent = worst(m, found, float(not torch.equal(out, wanted)), sum(m.bytes_sent().values()))
+            rows.append(Row(f"{name} {grid}", parallel.world, far, not differs, sent, formula))
+    return rows
+
+
+def text_bytes(parallel: ParallelConfig, dtype: torch.dtype) -> int:
+    """Tensor parallelism's norm of the text keys, once a prompt: one fp32 number a row, layer and text."""
+    texts = 2 // parallel.cfg_size
+    return 2 * (parallel.tp_size - 1) * 16 // parallel.tp_size * 4 * CONFIG.num_layers * texts
+
+
+@pytest.fixture(scope="session")
+def truth(tmp_path_factory):
+    torch.set_num_threads(1)  # a forked child of a process whose thread pool has started must not use it
+    return Truth(tmp_path_factory.mktemp("parity"))
+
+
+@pytest.fixture(scope="session")
+def table(request):
+    """Rows of all tests, printed at the end."""
+    rows = []
+    yield rows
+    write = request.config.pluginmanager.getplugin("terminalreporter").write_line
+    for line in ("", HEADER, *rows):
+        write(str(line))
+
+
+def forked(ranks: int, work) -> object:
+    """Run work() -> result on forked ranks; rank 0's result."""
+    results = get_context("fork").SimpleQueue()
+
+    def part() -> None:
+        mesh.open_world(torch.device("cpu"))
+        result = work()
+        if os.environ["RANK"] == "0":
+            results.put(result)
+
+    assert launch.run_ranks(ranks, part) == 0
+    return results.get()
+
+
+@pytest.mark.parametrize("name", [*ULYSSES, *RING, *ATTN2D, *HYBRID, *RACK])
+def test_matches_one_rank(name, truth, table):
+    rows = forked(parse(name).world, partial(measure, name, truth, truth.place))
+    table += rows
+    for row in rows:
+        assert row.error <= TOLERANCE, row
+        assert row.sent == row.formula, row
+        assert row.equal or name not in EXACT or row.name.endswith("few"), row
+
+
+# The VAE, by strips
+
+VAE_CONFIG = VAEConfig(base_dim=8, decoder_base_dim=8, dim_mult=(1, 1, 2, 2), num_res_blocks=1)
+LATENT = (3, 9, 11)  # frames, rows, columns: nothing divides
+VAE_DEGREES = [(p, dim) for p in (2, 3, 4, 5, 8) for dim in ("width", "height")]
+
+
+def vae_inputs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    f, y, x = LATENT
+    return torch.randn(1, 16, f, y, x, generator=generator), torch.rand(
+        1, 3, 4 * f - 3, 8 * y, 8 * x, generator=generator
+    ) * 2 - 1
+
+
+def coded(vae: VAE, axis: mesh.Axis, dim: int) -> tuple[Tensor, Tensor]:
+    """Decoded video and encoded latents, whole, in chunks of 1 and 2 latent frames."""
+    z, video = vae_inputs()
+    return torch.cat(list(vae_parallel.decode(vae, z, 1, axis, dim)), dim=2), vae_parallel.encode(vae, video, 2, axis, dim)
+
+
+def measure_vae(split: str, degree: int, vae: VAE, wanted: tuple) -> list[Row]:
+    m = mesh.open_mesh(torch.device("cpu"), {"ulysses": degree}, vae=degree)
+    with torch.inference_mode():
+        found = coded(vae, m.vae, vae_parallel.DIMS[split])
+    rows = []
+    for what, a, b in zip(("decode", "encode"), found, wanted, strict=True):
+        far, differs = worst(m, error(a, b), float(not torch.equal(a, b)))
+        rows.append(Row(f"vae{degree} {split} {what}", degree, far, not differs, m.bytes_sent()["vae"], 0))
+    return rows
+
+
+@pytest.fixture(scope="session")
+def vae_truth():
+    torch.set_num_threads(1)
+    vae = make(VAE(VAE_CONFIG), 1)
+    with torch.inference_mode():
+        return vae, coded(vae, mesh.Axis("vae"), 4)
+
+
+@pytest.mark.parametrize(("degree", "split"), VAE_DEGREES)
+def test_vae_matches_one_rank(degree, split, vae_truth, table):
+    rows = forked(degree, partial(measure_vae, split, degree, *vae_truth))
+    table += rows
+    for row in rows:
+        assert row.error <= TOLERANCE, row
+
+
+# Negative controls: one thing broken, and the comparison must see it
+
+
+def drop_partial(parallel: ParallelConfig, m: Mesh, cut: Cut, kernel, times: int = 0) -> object:
+    """A ring whose second block counts `times` times."""
+
+    def attend(q, k, v):
+        q, parts = q(), []
+        for i, (k_block, v_block) in enumerate(ring.blocks(k(), v(), m.ring, cut)):
+            parts += [attention.attention(q, k_block, v_block, kernel)] * (times if i == 1 else 1)
+        return attention.merge(parts, q.dtype)[0]
+
+    return attend
+
+
+def keep_padding(parallel: ParallelConfig, m: Mesh, cut: Cut, kernel) -> object:
+    """Ulysses that takes the padding of short chunks for tokens."""
+    whole = plan.bind(parallel, m, cut.chunk * cut.ranks, kernel)
+    padded = lambda project: lambda: mesh.pad(project(), 1, cut.chunk)  # noqa: E731
+    return lambda q, k, v: whole(padded(q), padded(k), padded(v))[:, : cut.real(cut.rank)]
+
+
+def base_two(parallel: ParallelConfig, m: Mesh, cut: Cut, kernel) -> object:
+    """A kernel whose LSE is a power of two's."""
+
+    def wrong(q, k, v):
+        o, lse = kernel(q, k, v)
+        return o, lse / 0.6931471805599453
+
+    return plan.bind(parallel, m, cut.tokens, wrong)
+
+
+def swapped_order(parallel: ParallelConfig, m: Mesh, cut: Cut, kernel) -> object:
+    """Ulysses that takes the two chunks of its axis in the wrong order on the way to heads."""
+    right = plan.bind(parallel, m, cut.tokens, kernel)
+    other = replace(m, ulysses=replace(m.ulysses, rank=1 - m.ulysses.rank), seq=replace(m.seq, rank=1 - m.seq.rank))
+    del right
+    way = plan.bind(parallel, other, cut.tokens, kernel)
+    return lambda q, k, v: way(q, k, v).roll(1, 1)
+
+
+def local_positions(model: Wan, text: Tensor, f: int, rows: int, columns: int) -> Context:
+    """Every rank counts its tokens from 0."""
+    context = Wan.context(model, text, f, rows, columns)
+    half = -(-context.rope.shape[1] // 2)
+    return context._replace(rope=torch.cat([context.rope[:, :half]] * 2, dim=1)[:, : context.rope.shape[1]])
+
+
+def swapped_texts(model: Wan, text: Tensor, f: int, rows: int, columns: int) -> Context:
+    """Each half is given the other's text."""
+    texts = inputs("odd")[2]
+    other = texts[1] if torch.equal(text, texts[0]) else texts[0]
+    return Wan.context(model, other, f, rows, columns)
+
+
+BROKEN = {
+    "a dropped partial": ("ring3", drop_partial, Wan.context),
+    "a partial counted twice": ("ring3", partial(drop_partial, times=2), Wan.context),
+    "pad keys attended": ("ulysses4", keep_padding, Wan.context),
+    "LSE in base 2": ("ring2", base_two, Wan.context),
+    "swapped chunk order": ("ulysses2", swapped_order, Wan.context),
+    "local RoPE positions": ("ulysses2", None, local_positions),
+    "cond and uncond swapped": ("cfg2", None, swapped_texts),
+}
+
+
+def measure_broken(name: str, truth: Truth) -> float:
+    config, breaks, context = BROKEN[name]
+    parallel, (device, dtype, kernel) = parse(config), truth.place
+    m = mesh.open_mesh(device, plan.degrees(parallel))
+    f, y, x = GRIDS["odd"]
+    cut = Cut(f * y * x // 4, m.seq.size, m.seq.rank)
+    attend = breaks and breaks(parallel, m, cut, kernel)
+    with torch.inference_mode():
+        out = guided(truth.model, "odd", parallel, m, truth.place, context, attend)
+    return worst(m, error(out, truth.velocity["odd"]))[0]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_is_seen(name, truth, table):
+    found = forked(parse(BROKEN[name][0]).world, partial(measure_broken, name, truth))
+    table.append(f"broken: {name:<34} {parse(BROKEN[name][0]).world:>5} {found:>10.2e}")
+    assert found >= 100 * TOLERANCE
+
+
+class NoHalo(vae_parallel.StripStream):
+    def border(self, x):
+        return x, (1, 1)
+
+
+class StaleCache(vae_parallel.StripStream):
+    def swap(self, layer, x, keep):
+        past = self.cache.get(layer)
+        if past is None:
+            super().swap(layer, x, keep)
+        return past
+
+
+def measure_broken_vae(stream: type, vae: VAE, wanted: tuple) -> float:
+    m = mesh.open_mesh(torch.device("cpu"), {"ulysses": 2}, vae=2)
+    z = vae_parallel.cut_strip(vae_inputs()[0], m.vae, 4)
+    with torch.inference_mode():
+        strip = torch.cat(list(vae.decode(z, 1, stream(m.vae, 4, LATENT[2]))), dim=2)
+    return worst(m, error(strip, vae_parallel.cut_strip(wanted[0], m.vae, 4, scale=8)))[0]
+
+
+@pytest.mark.parametrize(("name", "stream"), [("halo zeroed", NoHalo), ("stale causal cache", StaleCache)])
+def test_broken_vae_is_seen(name, stream, vae_truth, table):
+    assert forked(2, partial(measure_broken_vae, vae_parallel.StripStream, *vae_truth)) <= TOLERANCE
+    found = forked(2, partial(measure_broken_vae, stream, *vae_truth))
+    table.append(f"broken: {name:<34} {2:>5} {found:>10.2e}")
+    assert found >= 100 * TOLERANCE
+
+
+def main() -> int:
+    """Under torchrun: the configurations of this world, fp32 and, on GPUs, bf16 against the fp32 truth."""
+    world = int(os.environ["WORLD_SIZE"])
+    device = mesh.open_world(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    status, first = 0, os.environ["RANK"] == "0"
+    with tempfile.TemporaryDirectory() as folder:
+        truth = Truth(Path(folder))
+        dtypes = [torch.float32, torch.bfloat16] if device.type == "cuda" else [torch.float32]
+        for dtype in dtypes:
+            kernel = attention.KERNELS[attention.default_kernel(device, dtype)]
+            place = (device, dtype, kernel)
+            with torch.inference_mode():
+                model = checkpoint.load(checkpoint.build(Wan, CONFIG), truth.component, device, dtype)
+                alone = {grid: guided(model, grid, truth.alone, Mesh(), place).cpu() for grid in GRIDS}
+            for name in [n for n in [*ULYSSES, *RING, *ATTN2D, *HYBRID, *RACK] if parse(n).world == world]:
+                for row, grid in zip(measure(name, truth, place), GRIDS, strict=True):
+                    limit = TOLERANCE if device.type == "cpu" else 1.1 * error(alone[grid], truth.velocity[grid])
+                    status |= row.error > limit or row.sent != row.formula
+                    if first:
+                        print(row, f"{dtype} limit {limit:.1e}", "" if row.error <= limit else "FAILED", flush=True)
+    mesh.close_world()
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
