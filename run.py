@@ -47,10 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
         if request.latents:
             request = generate.resume(request)
         job = plan.prepare(request, recipe, args.dry_run)
+        lines = plan.describe(job)
     except ValueError as error:
         print(f"run.py: {error}", file=sys.stderr)
         return 2
-    for name, line in plan.describe(job).items():
+    for name, line in lines.items():
         print(f"{name:<9} {line}")
     if args.dry_run:
         return 0
@@ -59,8 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (RuntimeError, FloatingPointError, OSError) as error:
         print(f"run.py: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("run.py: interrupted before the latents were made; nothing was written", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"run.py: {str(error) or 'interrupted before the latents were made; nothing was written'}", file=sys.stderr)
         return 130
     print(f"\n{'stage':<9} {'seconds':>8} {'peak GB':>8}")
     for name, row in report["stages"].items():
