@@ -17,7 +17,8 @@ import sys
 from dataclasses import fields, replace
 from functools import partial
 
-from nanovgen import generate, job as jobs, launch, mesh, plan
+from nanovgen import generate, launch, mesh, plan
+from nanovgen import job as jobs
 from nanovgen.recipe import AttentionConfig, Request, read_recipe
 
 
@@ -57,12 +58,13 @@ def main(arguments: list[str] | None = None) -> int:
         if request.latents:
             request = generate.resume(request)
         job = jobs.prepare(request, recipe, args.dry_run, args.ranks or launched, forked=args.ranks is not None)
+        lines = jobs.describe(job)
     except ValueError as error:
         if rank == 0:
             print(f"run.py: {error}", file=sys.stderr)
         return 2
     if rank == 0:
-        for name, line in jobs.describe(job).items():
+        for name, line in lines.items():
             print(f"{name:<9} {line}", flush=True)
     if args.dry_run:
         return 0
@@ -73,8 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (RuntimeError, FloatingPointError, OSError) as error:
         print(f"run.py: {f'rank {rank}: ' if launched > 1 else ''}{error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("run.py: interrupted before the latents were made; nothing was written", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"run.py: {str(error) or 'interrupted before the latents were made; nothing was written'}", file=sys.stderr)
         return 130
     finally:
         mesh.close_world()

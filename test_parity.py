@@ -268,7 +268,7 @@ def drop_partial(parallel: ParallelConfig, m: Mesh, cut: Cut, kernel, times: int
 def keep_padding(parallel: ParallelConfig, m: Mesh, cut: Cut, kernel) -> object:
     """Ulysses that takes the padding of short chunks for tokens."""
     whole = plan.bind(parallel, m, cut.chunk * cut.ranks, kernel)
-    padded = lambda project: lambda: mesh.pad(project(), 1, cut.chunk)  # noqa: E731
+    padded = lambda project: lambda: mesh.pad(project(), 1, cut.chunk)
     return lambda q, k, v: whole(padded(q), padded(k), padded(v))[:, : cut.real(cut.rank)]
 
 

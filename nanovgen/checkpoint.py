@@ -8,6 +8,7 @@ its final dtype, so the host never holds more than one shard beside the model.
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
+
+from nanovgen.recipe import read_json
 
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 PARTS = ("model_index.json", "scheduler/*", "tokenizer/*", *(f"{part}/*.{end}" for end in ("json", "safetensors")
@@ -36,7 +39,7 @@ class Component:
 
 def locate(model: str) -> Path:
     """The folder of a checkpoint: itself, or the hub's snapshot of an id, downloaded only where it is not local yet."""
-    if Path(model).is_dir():
+    if os.path.isdir(model):  # not Path's: that raises on a name that is too long
         return Path(model)
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise ValueError(f"model {model!r} is no folder here and no hub id (owner/name)")
@@ -67,15 +70,6 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
-def read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-
-
 def open_component(folder: Path) -> Component:
     """Read a component's headers and hold them against its index and the files' sizes. Raises ValueError."""
     if not folder.is_dir():
@@ -83,8 +77,10 @@ def open_component(folder: Path) -> Component:
     indices, files = sorted(folder.glob("*.safetensors.index.json")), sorted(folder.glob("*.safetensors"))
     if indices:
         index = read_json(indices[0])
+        if not index.get("weight_map"):
+            raise ValueError(f"{indices[0]} has no weight_map; download it again")
         names = sorted(set(index["weight_map"].values()))
-        if strange := [name for name in names if Path(name).name != name]:
+        if strange := [name for name in names if name in ("", "..") or Path(name).name != name]:
             raise ValueError(f"{indices[0]} names a file outside its folder: {strange[0]}")
         if absent := [name for name in names if not (folder / name).exists()]:
             raise ValueError(f"{folder} lacks {len(absent)} of {len(names)} shards: {', '.join(absent[:5])}; download again")
@@ -109,7 +105,10 @@ def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], int]:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, 100_000_000):
             raise ValueError(f"{path} is no whole safetensors file ({size} bytes); download it again")
-        header = json.loads(file.read(length))
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            raise ValueError(f"{path} has a header that is not JSON; download it again") from None
     header.pop("__metadata__", None)
     data = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size != 8 + length + data:
@@ -118,6 +117,8 @@ def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], int]:
         begin, end = entry["data_offsets"]
         if entry["dtype"] not in BYTES or end - begin != math.prod(entry["shape"]) * BYTES[entry["dtype"]]:
             raise ValueError(f"{path}: {name} is {entry['dtype']} {entry['shape']} in {end - begin} bytes")
+    if sum(end - begin for begin, end in (entry["data_offsets"] for entry in header.values())) != data:
+        raise ValueError(f"{path} has tensors that overlap, or gaps between them; download it again")
     return {name: tuple(entry["shape"]) for name, entry in header.items()}, data
 
 

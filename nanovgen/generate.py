@@ -8,10 +8,11 @@ the latents are on disk, and the message says how to go on from them.
 
 import json
 import resource
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,11 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanovgen import attention, cfg, checkpoint, job as jobs, mesh, plan, scheduler, tp, vae_parallel, video
+from nanovgen import attention, cfg, checkpoint, mesh, plan, scheduler, tp, vae_parallel, video
+from nanovgen import job as jobs
 from nanovgen.job import Job
 from nanovgen.recipe import Request, parse_size
-from nanovgen.text import PromptTokenizer, encode_prompt
-from nanovgen.wan import Context
+from nanovgen.text import encode_prompt
+from nanovgen.wan import Context, Wan
 
 
 class Stages:
@@ -77,7 +79,7 @@ def encode_texts(job: Job, stages: Stages) -> dict[int, Tensor]:
     """States (1, rows, C) of the texts that this rank's half uses, by stream."""
     encoder = load(job, "text_encoder", stages)
     with stages("text"):
-        tokenizer, states = PromptTokenizer(job.folder / "tokenizer"), {}
+        tokenizer, states = job.tokenizer, {}
         for stream in own_streams(job):
             what, text = (("prompt", job.request.prompt), ("negative prompt", job.negative))[stream]
             ids, cut = tokenizer(text)
@@ -121,7 +123,6 @@ def velocity(job: Job, model: nn.Module, x: Tensor, t: int, contexts: dict[int, 
 def denoise(job: Job, texts: dict[int, Tensor], condition: Tensor | None, stages: Stages) -> Tensor:
     """Latents (1, 16, f, y, x), fp32 on the device."""
     experts = {part: load(job, part, stages) for part in job.models if part.startswith("transformer")}
-    attention.prove(attention.KERNELS[job.kernel], job.device, job.dtype, next(iter(experts.values())).config.attention_head_dim)
     with stages("denoise"):
         contexts = {
             part: {i: model.context(text, *job.latent_shape) for i, text in texts.items()} for part, model in experts.items()
@@ -150,29 +151,39 @@ def save_latents(latents: Tensor, job: Job) -> Path:
     """Under its name only when whole, with the request inside."""
     path = latents_path(job.out)
     part = path.with_name(f".{path.name}.part")
-    save_file({"latents": latents.cpu()}, part, metadata={"request": json.dumps(asdict(job.request))})
-    part.chmod(0o644)  # safetensors writes for the owner alone
-    part.replace(path)
+    try:
+        request = replace(job.request, out=str(job.out))  # also where the name was made of the prompt
+        save_file({"latents": latents.cpu()}, part, metadata={"request": json.dumps(asdict(request))})
+        part.chmod(0o644)  # safetensors writes for the owner alone
+        part.replace(path)
+    except SafetensorError as error:
+        raise OSError(f"cannot write {path}: {error}") from None
+    finally:
+        part.unlink(missing_ok=True)
     return path
 
 
 def resume(request: Request) -> Request:
-    """The request stored in --latents, with what was given anew: where it goes, on what, and how it is decoded."""
+    """The request stored in --latents, with what was given anew: where it goes, on what, how it is decoded, by whose VAE."""
     try:
         with safe_open(request.latents, framework="pt") as file:
             stored = Request(**json.loads(file.metadata()["request"]))
-    except (OSError, SafetensorError, KeyError, TypeError) as error:
+            shape, (width, height) = file.get_slice("latents").get_shape(), parse_size(stored.size)
+            wanted = [1, 16, (stored.frames - 1) // 4 + 1, height // 8, width // 8]
+            if shape != wanted:
+                raise ValueError(f"they are {shape} and its request gives {wanted}")
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{request.latents} holds no latents that we saved: {error}") from None
-    return replace(stored, latents=request.latents, out=request.out or stored.out, sheet=request.sheet, device=request.device,
-                   dtype=request.dtype, chunk=request.chunk if request.chunk is not None else stored.chunk)  # fmt: skip
+    anew = {f.name: getattr(request, f.name) for f in fields(Request) if getattr(request, f.name) != f.default}
+    free = ("latents", "out", "sheet", "device", "dtype", "chunk", "fps", "model")
+    if fixed := [name for name, value in anew.items() if name not in free and value != getattr(stored, name)]:
+        raise ValueError(f"--latents decodes what was made; leave {', '.join(fixed)} out, or make it anew without --latents")
+    return replace(stored, **({"sheet": False, "device": "auto", "dtype": "auto"} | anew))
 
 
 def read_latents(job: Job) -> Tensor:
     with safe_open(job.request.latents, framework="pt") as file:
-        latents = file.get_tensor("latents")
-    if latents.shape[2:] != job.latent_shape:
-        raise ValueError(f"{job.request.latents} is {tuple(latents.shape[2:])}, where its request gives {job.latent_shape}")
-    return latents.to(job.device)
+        return file.get_tensor("latents").to(job.device)
 
 
 def decode(job: Job, latents: Tensor, stages: Stages) -> None:
@@ -208,6 +219,8 @@ def generate(job: Job) -> dict:
         if job.request.latents:
             latents, saved = read_latents(job), Path(job.request.latents)
         else:
+            head_dim = next(m for m in job.models.values() if isinstance(m, Wan)).config.attention_head_dim
+            attention.prove(attention.KERNELS[job.kernel], job.device, job.dtype, head_dim)
             texts = encode_texts(job, stages)
             condition = image_condition(job, stages) if job.request.image else None
             latents = denoise(job, texts, condition, stages)
@@ -216,9 +229,10 @@ def generate(job: Job) -> dict:
             if job.mesh.vae is not None:
                 decode(job, latents, stages)
         except (Exception, KeyboardInterrupt) as error:
-            what = " ".join(f"{type(error).__name__}: {error}".split())
-            raise RuntimeError(f"no video, but the latents are safe ({what}); go on from them with: "
-                               f"python run.py --latents {saved} --out {job.out}") from error  # fmt: skip
+            what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+            kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else RuntimeError
+            again = shlex.join(["python", "run.py", "--latents", str(saved), "--out", str(job.out)])
+            raise kind(f"no video, but the latents are safe ({what}); go on from them with: {again}") from error
     report = describe_run(job, stages, saved, time.perf_counter() - start)
     if first:
         job.out.with_suffix(".json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from nanovgen import attention, plan, scheduler, video
-from nanovgen.checkpoint import Component, build, check, final_dtype, locate, open_component, read_json
+from nanovgen.checkpoint import Component, build, check, final_dtype, locate, open_component
 from nanovgen.mesh import Mesh
-from nanovgen.recipe import PRESETS, Preset, Recipe, Request, negative_text, parse_size, resolve
-from nanovgen.text import UMT5, UMT5Config
+from nanovgen.recipe import PRESETS, Preset, Recipe, Request, negative_text, parse_size, read_json, resolve
+from nanovgen.text import UMT5, PromptTokenizer, UMT5Config
 from nanovgen.vae import VAE, VAEConfig
 from nanovgen.wan import Wan, WanConfig
 
@@ -42,6 +42,7 @@ class Job:
     device: torch.device
     dtype: torch.dtype
     kernel: str
+    tokenizer: PromptTokenizer | None = None  # None: latents are decoded, or a dry run without files
     stand_in: str = ""  # said where another kernel than the recipe's runs
 
     @property
@@ -88,7 +89,9 @@ def find_preset(model: str) -> tuple[str, Preset, Path | None]:
     if not alike:
         raise ValueError(f"{model} has {config.in_channels} input channels and {experts} transformers; no known model is so")
     name, preset = alike[0]
-    return name, replace(preset, boundary=index.get("boundary_ratio", preset.boundary)), folder
+    if experts == 2 and index.get("boundary_ratio") is not None:
+        preset = replace(preset, boundary=index["boundary_ratio"])
+    return name, preset, folder
 
 
 def own_shift(folder: Path | None) -> float | None:
@@ -127,6 +130,8 @@ def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, 
         raise ValueError('the prompt is empty; say what the video shows, as in: run.py "a red circle moves right"')
     name, preset, folder = find_preset(request.model)
     request = resolve(request, preset)
+    if preset.experts == 1 and request.boundary is not None:
+        raise ValueError(f"boundary is {request.boundary} and {request.model} has one transformer; leave --boundary out")
     if request.solver not in scheduler.SOLVERS:
         raise ValueError(f"solver {request.solver!r} is not one of {', '.join(scheduler.SOLVERS)}")
     sigmas = scheduler.flow_sigmas(request.steps, request.shift, request.grid)
@@ -143,13 +148,27 @@ def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, 
         folder = folder or locate(preset.repo)
         experts = sorted({job.expert(t) for t in job.times}) if preset.experts == 2 else ["transformer"]
         models, components = open_models(folder, ["vae"] if request.latents else ["text_encoder", *experts, "vae"])
-    job = replace(job, models=models, components=components, folder=folder)
+    tokenizer = None
+    if components and not request.latents:
+        tokenizer = PromptTokenizer(folder / "tokenizer")
+        check_fit(models, tokenizer)
+    job = replace(job, models=models, components=components, folder=folder, tokenizer=tokenizer)
     check_image(job)
     if request.latents:
         plan.check_vae(recipe.parallel_config, recipe.parallel_config.world, job.latent_shape)
     else:
         plan.check(recipe.parallel_config, world, job.work)
     return job
+
+
+def check_fit(models: dict[str, nn.Module], tokenizer: PromptTokenizer) -> None:
+    """Refuse parts of two checkpoints: each may be whole and the run still die, or read wrong rows."""
+    text, tokens = models["text_encoder"].config, tokenizer.tokenizer.get_vocab_size()
+    for part, model in models.items():
+        if isinstance(model, Wan) and model.config.text_dim != text.d_model:
+            raise ValueError(f"{part} takes text of width {model.config.text_dim} and the text encoder gives {text.d_model}")
+    if tokens > text.vocab_size:
+        raise ValueError(f"the tokenizer has {tokens} tokens and the text encoder knows {text.vocab_size} tokens only")
 
 
 def check_place(job: Job) -> None:
@@ -165,7 +184,7 @@ def check_image(job: Job) -> None:
     if wants and wants[0] != bool(job.request.image):
         raise ValueError(f"{job.request.model} makes video from " + ("an image and text: give --image FILE" if wants[0] else
                          "text alone: leave --image out, or take an image-to-video model"))  # fmt: skip
-    if job.request.image:
+    if wants and job.request.image:
         video.read_image(job.request.image, *parse_size(job.request.size))
 
 
@@ -193,12 +212,12 @@ def place(request: Request, recipe: Recipe, forked: bool) -> tuple[torch.device,
 
 
 def output_path(request: Request) -> Path:
-    """--out, or a name made of the prompt that no file here has."""
+    """--out, or a name made of the prompt that neither a video nor latents here have."""
     if request.out:
         return Path(request.out)
     stem = re.sub(r"[^a-z0-9]+", "-", (request.prompt or "video").lower()).strip("-")[:48].rstrip("-") or "video"
     names = (Path(f"{stem}{f'-{i}' if i else ''}.mp4") for i in range(10**6))
-    return next(name for name in names if not name.exists())
+    return next(name for name in names if not (name.exists() or name.with_suffix(".latents.safetensors").exists()))
 
 
 def weight_bytes(job: Job, part: str) -> int:

@@ -45,9 +45,6 @@ def check(parallel: ParallelConfig, world: int, work: Work) -> None:
     """Raises ValueError, in one line, for degrees that cannot work on this many ranks or this model."""
     named = {"cfg_size": parallel.cfg_size, "tp_size": parallel.tp_size, "ring_size": parallel.ring_size,
              "attn2d_size": parallel.attn2d_size, "ulysses_size": parallel.ulysses_size}  # fmt: skip
-    for name, size in [*named.items(), ("parallel_vae_size", parallel.parallel_vae_size)]:
-        if min(size if isinstance(size, tuple) else (size,)) < 1:
-            raise ValueError(f"{name} is {size}; a degree is at least 1")
     if parallel.world != world:
         product = " x ".join(f"{name} {size}" for name, size in named.items() if size not in (1, (1, 1))) or "1"
         raise ValueError(f"the recipe is for {parallel.world} ranks ({product}) and there are {world}; use --ranks {parallel.world}"

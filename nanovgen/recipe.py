@@ -4,6 +4,8 @@ A request field that is None takes the model's default; `run.py` makes its flags
 file with the keys of NVIDIA's VisualGen recipes. An unknown key is an error, never ignored.
 """
 
+import json
+import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -98,7 +100,7 @@ def check_frames(frames: int) -> None:
     """Frames must be 4k+1: the first stands alone, and each later latent frame is four."""
     if frames < 1 or (frames - 1) % 4:
         low = max(1, (frames - 1) // 4 * 4 + 1)
-        raise ValueError(f"{frames} frames is not 4k+1: {max(frames, 4) // 4} latent frames would decode to {low}; "
+        raise ValueError(f"{frames} frames is not 4k+1: {(low - 1) // 4 + 1} latent frames would decode to {low}; "
                          f"ask for {low} or {low + 4}")  # fmt: skip
 
 
@@ -110,9 +112,9 @@ def resolve(request: Request, preset: Preset) -> Request:
     parse_size(filled.size)
     check_frames(filled.frames)
     for name, least in (("steps", 1), ("fps", 1), ("chunk", 0), ("guidance", 0), ("guidance_low", 0), ("seed", 0)):
-        value = getattr(filled, name)
-        if value is not None and not value >= least:
-            raise ValueError(f"{name.replace('_', '-')} is {value}; it must be at least {least}")
+        value, end = getattr(filled, name), 2**64 if name == "seed" else math.inf
+        if value is not None and not least <= value < end:
+            raise ValueError(f"{name.replace('_', '-')} is {value}; it must be at least {least} and below {end}")
     if filled.boundary is not None and not 0 <= filled.boundary <= 1:
         raise ValueError(f"boundary is {filled.boundary}; it must lie in 0..1")
     return filled
@@ -129,6 +131,19 @@ def negative_text(request: Request) -> str:
         return Path(text[1:]).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"negative prompt file {text[1:]} cannot be read: {error}") from None
+
+
+def read_json(path: Path) -> dict:
+    """A config file's object; ValueError where there is none."""
+    try:
+        content = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path} is missing") from None
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
 
 
 @dataclass(frozen=True)
@@ -150,6 +165,12 @@ class ParallelConfig:
     attn2d_merge: str = "exchange"  # or overlapped, reduce_scatter
     parallel_vae_size: int = 1
     parallel_vae_split_dim: str = "width"  # or height
+
+    def __post_init__(self):
+        sizes = {name: size for name, size in vars(self).items() if name.endswith("_size")}
+        for name, size in sizes.items():
+            if min(size if isinstance(size, tuple) else (size,)) < 1:
+                raise ValueError(f"{name} is {size}; a degree is at least 1")
 
     @property
     def world(self) -> int:

@@ -27,8 +27,8 @@ def flow_sigmas(steps: int, shift: float, grid: str = "native") -> Tensor:
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}; at least 1 is needed")
-    if shift <= 0:
-        raise ValueError(f"shift is {shift}; it must be above 0")
+    if not 0 < shift < math.inf:
+        raise ValueError(f"shift is {shift}; it must be above 0 and finite")
     if grid == "native":
         u = np.linspace(float(np.float32(0.999)), 0, steps + 1)[:-1]  # Wan's code holds 0.999 in fp32
     elif grid == "diffusers":

@@ -7,7 +7,6 @@ The transformer then attends to all `limit` rows, zero ones included: Wan was tr
 """
 
 import html
-import json
 import math
 import re
 from dataclasses import dataclass, fields
@@ -18,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+
+from nanovgen.recipe import read_json
 
 EOS = 1
 LONGEST = 512  # what Wan was trained with; real tokenizer configs name no limit of their own
@@ -32,9 +33,11 @@ class PromptTokenizer:
     """A checkpoint's tokenizer folder. `limit` is the number of text rows that the transformer sees."""
 
     def __init__(self, folder: Path):
-        config = json.loads((folder / "tokenizer_config.json").read_text())
-        self.limit = min(LONGEST, int(config.get("model_max_length") or LONGEST))
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.limit = min(LONGEST, int(read_json(folder / "tokenizer_config.json").get("model_max_length") or LONGEST))
+        try:
+            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library has no narrower one
+            raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from None
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
 

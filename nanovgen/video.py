@@ -2,7 +2,7 @@
 
 import os
 import shutil
-import tempfile
+import subprocess
 from pathlib import Path
 
 import imageio.v3 as iio
@@ -16,23 +16,30 @@ from torch import Tensor
 def find_ffmpeg() -> str:
     """The encoder's path; ValueError where there is none."""
     try:
-        return imageio_ffmpeg.get_ffmpeg_exe()
-    except RuntimeError:
-        raise ValueError("no ffmpeg: `pip install imageio-ffmpeg` brings one") from None
+        exe = imageio_ffmpeg.get_ffmpeg_exe()  # IMAGEIO_FFMPEG_EXE, where set, is taken unseen
+        encoders = subprocess.run([exe, "-v", "error", "-encoders"], capture_output=True, text=True).stdout
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"no ffmpeg ({error}): `pip install imageio-ffmpeg` brings one") from None
+    if "libx264" not in encoders:
+        raise ValueError(f"{exe} has no libx264: `pip install imageio-ffmpeg` brings one that has")
+    return exe
 
 
 def check_output(path: Path, needed: int) -> None:
     """Refuse a place where the files cannot be written: `needed` bytes, found out by writing one."""
     if path.suffix != ".mp4":
         raise ValueError(f"output {path} must end in .mp4")
-    if path.is_dir():
-        raise ValueError(f"output {path} is a folder; name a file")
+    for beside in (path, *(path.with_suffix(end) for end in (".json", ".png", ".latents.safetensors"))):
+        if os.path.isdir(beside):  # not Path's: that raises on a name that is too long
+            raise ValueError(f"output {beside} is a folder; name a file")
+    probe = path.with_name(f".{path.stem}.latents.safetensors.part")  # the longest name that will be needed
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            free = shutil.disk_usage(path.parent).free
+        probe.touch()
+        probe.unlink()
+        free = shutil.disk_usage(path.parent).free
     except OSError as error:
-        raise ValueError(f"cannot write in {path.parent}: {error.strerror}") from None
+        raise ValueError(f"cannot write {path}: {error.strerror}") from None
     if free < needed:
         raise ValueError(f"{path.parent} has {free / 1e6:.1f} MB free and the files may need {needed / 1e6:.1f} MB")
 
@@ -95,6 +102,6 @@ def read_image(path: str, width: int, height: int) -> Tensor:
     try:
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("RGB").resize((width, height), Image.Resampling.LANCZOS))
-    except OSError as error:  # Pillow's "cannot identify image file" is one too
+    except (OSError, Image.DecompressionBombError) as error:  # Pillow's "cannot identify image file" is one too
         raise ValueError(f"image {path} cannot be read: {error}") from None
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None, :, None] / 127.5 - 1

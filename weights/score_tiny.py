@@ -18,7 +18,8 @@ import clip_world
 import torch
 from torch import Tensor
 
-from nanovgen import generate, plan
+from nanovgen import generate
+from nanovgen import job as jobs
 from nanovgen.recipe import Request
 
 
@@ -27,7 +28,7 @@ def make_clip(job: tuple[str, str, int, str, str]) -> Tensor:
     caption, folder, seed, dtype, device = job
     torch.set_num_threads(1)
     # A worker has no terminal of its own: bars would run over each other.
-    ready = plan.prepare(Request(prompt=caption, model=folder, seed=seed, dtype=dtype, device=device, out="/tmp/unused.mp4"))
+    ready = jobs.prepare(Request(prompt=caption, model=folder, seed=seed, dtype=dtype, device=device, out="/tmp/unused.mp4"))
     stages = generate.Stages(ready.device)
     with torch.inference_mode():
         latents = generate.denoise(ready, generate.encode_texts(ready, stages), None, stages)
@@ -50,7 +51,7 @@ def psnr(error: Tensor) -> float:
 
 def round_trip(args: argparse.Namespace, count: int = 32) -> dict[str, float]:
     """PSNR in dB of held-out clips through encoder and decoder; signals run from -1 to 1, so errors are halved."""
-    ready = plan.prepare(Request(prompt="-", model=str(args.folder), device=args.device, out="/tmp/unused.mp4"))
+    ready = jobs.prepare(Request(prompt="-", model=str(args.folder), device=args.device, out="/tmp/unused.mp4"))
     vae, rng, whole, inside = generate.load(ready, "vae", generate.Stages(ready.device)), random.Random(7), [], []
     with torch.inference_mode():
         for i in range(count):

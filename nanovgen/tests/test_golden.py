@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanovgen import checkpoint, plan
+from nanovgen import checkpoint
+from nanovgen import job as jobs
 from nanovgen.recipe import PRESETS
 from nanovgen.scheduler import SOLVERS, flow_sigmas, timesteps
 from nanovgen.text import UMT5, PromptTokenizer, UMT5Config, clean
@@ -145,7 +146,7 @@ def test_long_prompt_is_cut(tokenizer):
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "tiny-wan"])
 def test_full_size_names_shapes_and_dtypes(name):
-    preset, data, models = PRESETS[name], golden("state_dicts"), plan.blueprint(PRESETS[name])
+    preset, data, models = PRESETS[name], golden("state_dicts"), jobs.blueprint(PRESETS[name])
     transformer = {"wan2.1-t2v-14b": "wan2.2-t2v-a14b"}.get(name, name) + ".transformer"
     encoder = ("wan2.1-t2v" if "2.1" in name else "wan2.2-t2v-a14b") + ".text_encoder"
     files = {"text_encoder": encoder, "vae": "wan.vae", "transformer": transformer, "transformer_2": transformer}

@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 from test_golden import TOLERANCE, error, fill, same, walk
 from torch import nn
 
-from nanovgen import attention, checkpoint, generate, plan
+from nanovgen import attention, checkpoint, generate
+from nanovgen import job as jobs
 from nanovgen.recipe import Request
 from nanovgen.scheduler import flow_sigmas, timesteps
 from nanovgen.text import UMT5, UMT5Config, clean, encode_prompt
@@ -219,7 +220,7 @@ def test_whole_pipeline(in_channels, tmp_path):
         kind, request = diffusers.WanImageToVideoPipeline, replace(request, image=str(tmp_path / "image.png"))
         extra["image"] = Image.fromarray((127.5 * (1 + fill("input:image", 37, 61, 3))).byte().numpy())
         extra["image"].save(request.image)
-    job = plan.prepare(request)
+    job = jobs.prepare(request)
     assert [job.expert(t) for t in job.times] == ["transformer"] * 3 + ["transformer_2"] * 3
     latents = load_file(generate.generate(job)["latents"])["latents"]
     frames = torch.cat([*generate.load(job, "vae", generate.Stages(job.device)).decode(latents)], dim=2)

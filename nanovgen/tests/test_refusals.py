@@ -6,7 +6,7 @@ import pickle
 import shutil
 import subprocess
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -16,8 +16,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from nanovgen import attention, generate, plan, recipe, video
+from nanovgen import attention, generate, recipe, video
+from nanovgen import job as jobs
 from nanovgen.recipe import Request
+from nanovgen.text import UMT5, UMT5Config
 
 TRANSFORMER = "diffusion_pytorch_model.safetensors"
 
@@ -128,6 +130,17 @@ def test_boundary_of_a_model_with_one_transformer(ask, refused, tiny_folder):
     assert "one transformer; leave --boundary out" in refused("--boundary", 0.9)
 
 
+@pytest.mark.parametrize(("change", "said"), [(dict(d_model=96), ["96", "64"]), (dict(vocab_size=20), ["20 tokens"])])
+def test_parts_of_two_checkpoints(refused, tiny_folder, change, said):
+    config = UMT5Config(**dict(vocab_size=500, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2) | change)
+    model = UMT5(config)
+    tensors = {model.hub_name(name): p for name, p in model.state_dict().items()}
+    save_file(tensors, tiny_folder / "text_encoder/model.safetensors")
+    (tiny_folder / "text_encoder/config.json").write_text(json.dumps(asdict(config)))
+    line = refused()
+    assert all(part in line for part in ["text encoder", *said]), line
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"])
 def test_pickles_are_never_opened(refused, tiny_folder, tmp_path, name):
     class Malice:
@@ -146,6 +159,10 @@ def test_output_places(refused, tmp_path):
     Path("folder.mp4").mkdir()
     assert "cannot write" in refused("--out", "file/v.mp4")
     assert "is a folder" in refused("--out", "folder.mp4")
+    for end in (".json", ".latents.safetensors", ".png"):
+        Path(f"beside{end}").mkdir()
+        assert f"beside{end} is a folder" in refused("--out", "beside.mp4", "--sheet")
+        Path(f"beside{end}").rmdir()
     with pytest.raises(ValueError, match=r"MB free and the files may need 1000000000\.0 MB"):
         video.check_output(tmp_path / "v.mp4", 10**15)
 
@@ -158,7 +175,7 @@ def test_no_space(refused, tiny_folder, tmp_path):
     try:
         line = refused("--out", tmp_path / "small/v.mp4", "--size", "320x192")
         assert "0.1 MB free" in line and "may need 0.5 MB" in line
-        job = plan.prepare(Request("x", model=str(tiny_folder), size="64x32", frames=5, steps=2))
+        job = jobs.prepare(Request("x", model=str(tiny_folder), size="64x32", frames=5, steps=2))
         with pytest.raises(OSError, match=r"cannot write .*v\.latents\.safetensors"):
             generate.save_latents(torch.zeros(1, 16, 100, 16, 16), replace(job, out=tmp_path / "small/v.mp4"))
         assert list((tmp_path / "small").iterdir()) == []
@@ -224,7 +241,7 @@ def test_a_wrong_kernel_stops_the_run_before_the_weights(ask, monkeypatch):
     right = attention.KERNELS["cpu"]
     monkeypatch.setitem(attention.KERNELS, "cpu", lambda q, k, v: (right(q, k, v)[0], right(q, k, v)[1] * 1.4427))
     result = ask()
-    assert result.code == 1 and "attention kernel cpu: LSE is off" in result.err and result.err.count("\n") == 1
+    assert result.code == 1 and "LSE is off by 4" in result.err and result.err.count("\n") == 1
 
 
 def test_values_that_are_not_finite_stop_the_run(ask, tiny_folder, edit_weights):

@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanovgen import generate, plan, scheduler, video
+from nanovgen import generate, scheduler, video
+from nanovgen import job as jobs
 from nanovgen.recipe import NEGATIVE_PROMPT, PRESETS, Request, resolve
 from nanovgen.text import PromptTokenizer
 
@@ -37,9 +38,9 @@ def flags(request: dict) -> list[str]:
     return [request["prompt"], *(f"--{n.replace('_', '-')}" + ("" if v is True else f"={v}") for n, v in kept.items())]
 
 
-def prepared(folder: Path, **changes) -> plan.Job:
+def prepared(folder: Path, **changes) -> jobs.Job:
     small = dict(size="64x32", frames=5, steps=2, shift=5.0, out="v.mp4") | changes
-    return plan.prepare(Request("a red circle", model=str(folder), **small))
+    return jobs.prepare(Request("a red circle", model=str(folder), **small))
 
 
 def test_the_file_is_what_was_asked_for(ask, read_video):
@@ -158,6 +159,14 @@ def test_guidance_is_affine(tiny_folder, one_thread):
     torch.testing.assert_close(v5, u + 5 * (c - u))
 
 
+def test_resume_takes_what_decoding_can_honour(ask, cli, read_video):
+    assert ask().code == 0
+    again = cli("--latents", "v.latents.safetensors", "--out", "slow.mp4", "--fps", 8)
+    assert again.code == 0 and read_video(Path("slow.mp4"))[0]["fps"] == 8
+    made = cli("--latents", "v.latents.safetensors", "--out", "x.mp4", "--steps", 9)
+    assert made.code == 2 and "leave steps out" in made.err and not Path("x.mp4").exists()
+
+
 def test_image_to_video(ask, i2v_folder, read_video):
     made = {}
     for name, colour in (("red", (255, 0, 0)), ("blue", (0, 0, 255))):
@@ -205,7 +214,7 @@ def test_switch_of_experts(cli, grid, shift, boundary, high):
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if n != "tiny-wan"])
 def test_dry_run_needs_no_files(cli, tiny_folder, monkeypatch, name):
-    monkeypatch.setattr(plan, "locate", lambda model: pytest.fail(f"{model} was looked for"))
+    monkeypatch.setattr(jobs, "locate", lambda model: pytest.fail(f"{model} was looked for"))
     image = ["--image", "x.png"] if "i2v" in name else []
     iio.imwrite("x.png", np.zeros((16, 16, 3), np.uint8))
     result = cli("two cats", "--model", PRESETS[name].repo, "--dry-run", *image)
@@ -244,11 +253,11 @@ def test_a_failed_encoder_costs_nothing(ask, cli, tmp_path, monkeypatch):
     encoder.chmod(0o755)
     with monkeypatch.context() as patch:
         patch.setenv("IMAGEIO_FFMPEG_EXE", str(encoder))
-        result = ask("--frames", 17)
+        result = ask("--frames", 17, "--out", "my v.mp4")
     last = result.err.splitlines()[-1]
-    assert result.code == 1 and "the latents are safe" in last and names() == {"v.latents.safetensors"}
+    assert result.code == 1 and "the latents are safe" in last and names() == {"my v.latents.safetensors"}
     command = shlex.split(last.split("run.py ")[-1])  # as it is printed
-    assert cli(*command).code == 0 and names() == {"v.mp4", "v.json", "v.latents.safetensors"}
+    assert cli(*command).code == 0 and names() == {"my v.mp4", "my v.json", "my v.latents.safetensors"}
 
 
 def test_a_failed_decoder_costs_nothing(ask, tiny_folder, edit_weights):
