@@ -111,7 +111,8 @@ class Row:
 
     def __str__(self) -> str:
         ratio = f"{self.sent / self.formula:.4f}" if self.formula else "-"
-        return f"{self.name:<42} {self.ranks:>5} {self.error:>10.2e} {'yes' if self.equal else 'no':>5} {self.sent:>12.0f} {ratio:>8}"
+        bits = "yes" if self.equal else "no"
+        return f"{self.name:<42} {self.ranks:>5} {self.error:>10.2e} {bits:>5} {self.sent:>12.0f} {ratio:>8}"
 
 
 HEADER = f"{'configuration':<42} {'ranks':>5} {'error':>10} {'bits':>5} {'bytes sent':>12} {'/formula':>8}"
@@ -139,7 +140,7 @@ class Truth:
 
 def measure(name: str, truth: Truth, place: tuple) -> list[Row]:
     """Inside a rank: this configuration at every token count, against the truth."""
-    parallel, (device, dtype, kernel), rows = parse(name), place, []
+    parallel, (device, dtype, _), rows = parse(name), place, []
     with torch.inference_mode():
         for grid in GRIDS:
             m = mesh.open_mesh(device, plan.degrees(parallel))
@@ -268,7 +269,7 @@ def drop_partial(parallel: ParallelConfig, m: Mesh, cut: Cut, kernel, times: int
 def keep_padding(parallel: ParallelConfig, m: Mesh, cut: Cut, kernel) -> object:
     """Ulysses that takes the padding of short chunks for tokens."""
     whole = plan.bind(parallel, m, cut.chunk * cut.ranks, kernel)
-    padded = lambda project: lambda: mesh.pad(project(), 1, cut.chunk)
+    padded = lambda project: lambda: mesh.pad(project(), 1, cut.chunk)  # noqa: E731
     return lambda q, k, v: whole(padded(q), padded(k), padded(v))[:, : cut.real(cut.rank)]
 
 
@@ -318,7 +319,7 @@ BROKEN = {
 
 def measure_broken(name: str, truth: Truth) -> float:
     config, breaks, context = BROKEN[name]
-    parallel, (device, dtype, kernel) = parse(config), truth.place
+    parallel, (device, _, kernel) = parse(config), truth.place
     m = mesh.open_mesh(device, plan.degrees(parallel))
     f, y, x = GRIDS["odd"]
     cut = Cut(f * y * x // 4, m.seq.size, m.seq.rank)

@@ -125,7 +125,10 @@ def open_models(folder: Path, parts: list[str]) -> tuple[dict[str, nn.Module], d
 
 
 def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, world: int = 1, forked: bool = False) -> Job:
-    """Refuse or accept, for `world` ranks, which may be forked CPU ones. Raises ValueError in one line: the numbers, the rule, the way out."""
+    """Refuse or accept, for `world` ranks, which may be forked CPU ones.
+
+    Raises ValueError in one line: the numbers, the rule, the way out.
+    """
     if not request.latents and not (request.prompt or "").strip():
         raise ValueError('the prompt is empty; say what the video shows, as in: run.py "a red circle moves right"')
     name, preset, folder = find_preset(request.model)
@@ -136,8 +139,8 @@ def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, 
         raise ValueError(f"solver {request.solver!r} is not one of {', '.join(scheduler.SOLVERS)}")
     sigmas = scheduler.flow_sigmas(request.steps, request.shift, request.grid)
     device, dtype, kernel, stand_in = place(request, recipe, forked)
-    job = Job(request, recipe, name, {}, {}, None, sigmas, scheduler.timesteps(sigmas), None, output_path(request), Mesh(), device,
-              dtype, kernel, stand_in)  # fmt: skip
+    times, out = scheduler.timesteps(sigmas), output_path(request)
+    job = Job(request, recipe, name, {}, {}, None, sigmas, times, None, out, Mesh(), device, dtype, kernel, None, stand_in)
     if not request.latents and any(job.guidance(t) != 1 for t in job.times):
         job = replace(job, negative=negative_text(request))
     if not dry_run:

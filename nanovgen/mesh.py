@@ -5,8 +5,8 @@
       cfg 0 | ring 0 | 0 1 |     cfg 1 | ring 0 | 4 5 |     ulysses: rows (0 1), (2 3), ..   ring: (0 2), (1 3), ..
             | ring 1 | 2 3 |           | ring 1 | 6 7 |     cfg: (0 4), (1 5), ..            seq: (0 1 2 3), (4 5 6 7)
 
-cp is `ring`, or `kv_axis` x `q_axis` (rows x columns of Attention2D). `seq` is cp and ulysses flattened: what the tokens are cut over. `vae` is an overlay
-of the first ranks of one CFG half (or of the world), chosen apart from the rest.
+cp is `ring`, or `kv_axis` x `q_axis` (rows x columns of Attention2D). `seq` is cp and ulysses flattened: what the tokens
+are cut over. `vae` is an overlay of the first ranks of one CFG half (or of the world), chosen apart from the rest.
 
 An axis of size 1 has no group and its collectives are the identity, so one process needs no process group and runs the
 same lines as 72. Peers are always ranks within the axis, never global ones. Every collective takes and gives tensors

@@ -47,7 +47,7 @@ def check(parallel: ParallelConfig, world: int, work: Work) -> None:
              "attn2d_size": parallel.attn2d_size, "ulysses_size": parallel.ulysses_size}  # fmt: skip
     if parallel.world != world:
         product = " x ".join(f"{name} {size}" for name, size in named.items() if size not in (1, (1, 1))) or "1"
-        raise ValueError(f"the recipe is for {parallel.world} ranks ({product}) and there are {world}; use --ranks {parallel.world}"
+        raise ValueError(f"the recipe is for {parallel.world} ranks ({product}), not {world}; use --ranks {parallel.world}"
                          " or another recipe")  # fmt: skip
     if parallel.cfg_size > 2:
         raise ValueError(f"cfg_size is {parallel.cfg_size}; guidance has two streams, so it is 1 or 2")

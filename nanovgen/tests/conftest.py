@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "weights")]
 
-import tiny_layout
+import tiny_layout  # noqa: E402
 
-from nanovgen import checkpoint, generate
-from nanovgen.text import UMT5, UMT5Config
-from nanovgen.vae import VAE
-from nanovgen.wan import Wan, WanConfig
+from nanovgen import checkpoint, generate  # noqa: E402
+from nanovgen.text import UMT5, UMT5Config  # noqa: E402
+from nanovgen.vae import VAE  # noqa: E402
+from nanovgen.wan import Wan, WanConfig  # noqa: E402
 
 PROMPT = "a red circle moves right on a black background"
 WAN = WanConfig(num_attention_heads=2, attention_head_dim=32, num_layers=1, ffn_dim=64, text_dim=64)
