@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--stages", nargs="+", default=["vae", "decoder", "experts"], choices=["vae", "decoder", "experts"])
-    parser.add_argument("--minutes", nargs=3, type=float, default=[5.5, 7, 11.5], help="of vae, decoder, experts")
+    parser.add_argument("--minutes", nargs=3, type=float, default=[5.5, 6.5, 11.5], help="of vae, decoder, experts")
     parser.add_argument("--clips", type=int, default=20480, help="clips encoded once and kept on the device")
     parser.add_argument("--batch", type=int, default=160, help="clips a step and expert")
     parser.add_argument("--vae-batch", type=int, default=32, help="crops a step")
