@@ -57,7 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
             request = replace(request, device="cpu")
         if request.latents:
             request = generate.resume(request)
-        job = jobs.prepare(request, recipe, args.dry_run, args.ranks or launched, forked=args.ranks is not None)
+        world = args.ranks or (recipe.parallel_config.world if args.dry_run else launched)
+        job = jobs.prepare(request, recipe, args.dry_run, world, forked=args.ranks is not None)
         lines = jobs.describe(job)
     except ValueError as error:
         if rank == 0:
@@ -73,13 +74,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run_rank(job, launched)
     except (RuntimeError, FloatingPointError, OSError) as error:
-        print(f"run.py: {f'rank {rank}: ' if launched > 1 else ''}{error}", file=sys.stderr)
+        print(f"run.py: {f'rank {rank}: ' if launched > 1 else ''}{error}", file=sys.stderr, flush=True)
+        if launched > 1:
+            os._exit(1)  # at once: leaving the world in order would wait for peers that wait for us
         return 1
     except KeyboardInterrupt as error:
         print(f"run.py: {str(error) or 'interrupted before the latents were made; nothing was written'}", file=sys.stderr)
         return 130
-    finally:
-        mesh.close_world()
+    mesh.close_world()
     return 0
 
 

@@ -98,3 +98,9 @@ def exchange(o: Tensor, lse: Tensor, row: Axis, size: int) -> Tensor:
     o = all_to_all(rearrange(pad(o, 1, row.size * size), "b (m n) h d -> m b n h d", m=row.size), row)
     lse = all_to_all(rearrange(pad_lse(lse, row.size * size), "b (m n) h -> m b n h", m=row.size), row)
     return merge(list(zip(o, lse, strict=True)), torch.float32)[0]
+
+
+if __name__ == "__main__":
+    from nanovgen.lesson import show
+
+    raise SystemExit(show("attn2d"))

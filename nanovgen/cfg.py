@@ -41,3 +41,9 @@ def guide(velocities: list[Tensor], guidance: float) -> Tensor:
     """uncond + guidance (cond - uncond), fp32; cond first."""
     cond, *uncond = (v.float() for v in velocities)
     return uncond[0] + guidance * (cond - uncond[0]) if uncond else cond
+
+
+if __name__ == "__main__":
+    from nanovgen.lesson import show
+
+    raise SystemExit(show("cfg"))

@@ -81,9 +81,7 @@ def encode_texts(job: Job, stages: Stages) -> dict[int, Tensor]:
         tokenizer, states = job.tokenizer, {}
         for stream in own_streams(job):
             what, text = (("prompt", job.request.prompt), ("negative prompt", job.negative))[stream]
-            ids, cut = tokenizer(text)
-            if cut and job.mesh.seq.rank == 0 and job.mesh.tp.rank == 0:
-                tqdm.write(f"the {what} is {cut} tokens too long: {tokenizer.limit} are used")
+            ids, _ = tokenizer(text)
             states[stream] = check_finite(encode_prompt(encoder, ids, tokenizer.limit), f"text encoding ({what})")
     return states
 

@@ -158,7 +158,8 @@ def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, 
     job = replace(job, models=models, components=components, folder=folder, tokenizer=tokenizer)
     check_image(job)
     if request.latents:
-        plan.check_vae(recipe.parallel_config, recipe.parallel_config.world, job.latent_shape)
+        plan.check_world(recipe.parallel_config, world)
+        plan.check_vae(recipe.parallel_config, world, job.latent_shape)
     else:
         plan.check(recipe.parallel_config, world, job.work)
     return job
@@ -230,19 +231,26 @@ def weight_bytes(job: Job, part: str) -> int:
 
 
 def predicted_peak(job: Job) -> int:
-    """Bytes on the device at the fullest moment: the text stage, denoising or the decode, by their largest tensors."""
-    size, (f, y, x) = {part: weight_bytes(job, part) for part in job.models}, job.latent_shape
+    """Bytes on a device at the fullest moment: the text stage, denoising or the decode, by their largest tensors."""
+    size, (f, y, x), parallel = (
+        {part: weight_bytes(job, part) for part in job.models},
+        job.latent_shape,
+        job.recipe.parallel_config,
+    )
     experts = [m for m in job.models.values() if isinstance(m, Wan)]
-    denoise = sum(size[part] for part in size if part.startswith("transformer"))
+    denoise = sum(size[part] for part in size if part.startswith("transformer")) // parallel.tp_size
+    tokens = -(-job.tokens // (parallel.world // parallel.cfg_size // parallel.tp_size))
     for model in experts:
         c, rows = model.config, 512
         denoise += (2 if job.negative is not None else 1) * c.num_layers * 2 * rows * c.width * job.dtype.itemsize
     if experts:  # x, h, q, k, v, o in the model's dtype and two in fp32; the MLP's two are never there at once with them
         c = experts[0].config
-        denoise += job.tokens * c.width * (6 * job.dtype.itemsize + 2 * 4)
+        denoise += tokens * c.width * (6 * job.dtype.itemsize + 2 * 4)
     widest = job.models["vae"].config
     frames = min(f, job.request.chunk or f) * 4
-    decode = size["vae"] + 4 * frames * 64 * y * x * (widest.decoder_base_dim or widest.base_dim) * 4
+    decode = (
+        size["vae"] + 4 * frames * 64 * y * x * (widest.decoder_base_dim or widest.base_dim) * 4 // parallel.parallel_vae_size
+    )
     return max(size.get("text_encoder", 0), denoise, decode)
 
 
@@ -258,6 +266,7 @@ def describe(job: Job) -> dict[str, str]:
     switch = f"{experts.count('transformer')} high-noise, {experts.count('transformer_2')} low-noise (boundary {r.boundary})"
     sigmas, shift = job.sigmas.tolist(), own_shift(job.folder)
     file_says = f" (its scheduler file says {shift:g})" if shift not in (None, r.shift) else ""
+    ours = " (ours)" if r.negative_prompt is None else ""
     lines = {
         "model": f"{r.model} ({job.name}): " + ", ".join(f"{part} {count:,.1f} M" for part, count in millions.items()),
         "video": f"{r.size}, {r.frames} frames at {r.fps} fps, {r.frames / r.fps:.2f} s, seed {r.seed}",
@@ -266,17 +275,26 @@ def describe(job: Job) -> dict[str, str]:
         + (switch if r.boundary is not None else "one expert"),
         "sigmas": " ".join(f"{s:.3f}" for s in (sigmas if len(sigmas) < 12 else [*sigmas[:5], *sigmas[-5:]])),
         "guidance": f"{r.guidance:g}" + ("" if r.guidance_low is None else f" high, {r.guidance_low:g} low"),
-        "prompt": r.prompt,
-        "negative": {None: "not used"}.get(job.negative, repr(job.negative) + (" (ours)" if r.negative_prompt is None else "")),
+        "prompt": (r.prompt or "") + said_cut(job, r.prompt),
+        "negative": "not used" if job.negative is None else repr(job.negative) + ours + said_cut(job, job.negative),
         "ranks": describe_ranks(job),
         "sends": describe_sends(job),
         "runs on": f"{job.device.type}, {job.dtype} (VAE float32), attention kernel {job.kernel}{job.stand_in}",
+        "warm-up": warm_up(job),
         "needs": f"about {predicted_peak(job) / 1e9:.2f} GB on the device; {stored / 1e9:.2f} GB of weight files",
         "output": str(job.out),
     }
     if r.latents:
         lines = {k: v for k, v in lines.items() if k in ("model", "video", "runs on", "needs", "output")} | {"latents": r.latents}
     return lines
+
+
+def said_cut(job: Job, text: str | None) -> str:
+    """What the plan says of a prompt that the text encoder will not see whole."""
+    if job.tokenizer is None or not text:
+        return ""
+    cut = job.tokenizer(text)[1]
+    return f" ({cut} tokens too long: {job.tokenizer.limit} are used)" if cut else ""
 
 
 def describe_ranks(job: Job) -> str:
@@ -286,6 +304,12 @@ def describe_ranks(job: Job) -> str:
     ways += [f"attn2d {parallel.attn2d_merge}"] if parallel.attn2d_size != (1, 1) else []
     vae = f"; VAE {parallel.parallel_vae_size} by {parallel.parallel_vae_split_dim}" if parallel.parallel_vae_size > 1 else ""
     return f"{parallel.world}: {spread}{' (' + ', '.join(ways) + ')' if ways else ''}{vae}"
+
+
+def warm_up(job: Job) -> str:
+    frames = job.recipe.compilation_config.num_frames
+    floored = ", ".join(f"{n} frames would be {n // 4 if n % 4 == 0 else (n - 1) // 4 + 1} latent frames" for n in frames)
+    return f"nothing is compiled in this version{'; the recipe names shapes: ' + floored if frames else ''}"
 
 
 def describe_sends(job: Job) -> str:

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 # torch 2.13 renamed these two.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-TIMEOUT = timedelta(seconds=120)  # of one collective: a peer that is late by so much is dead
+TIMEOUT = timedelta(seconds=300)  # of one collective: ranks load at their own pace, but a peer that late is dead
 
 
 @dataclass(frozen=True)
@@ -253,6 +253,13 @@ def broadcast(x: Tensor, axis: Axis) -> Tensor:
     return x
 
 
+def gather_objects(one: object) -> list:
+    """Every rank's small object, for words and tables; not counted."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, one)
+    return found
+
+
 def start_shift(x: Tensor, axis: Axis) -> Pending:
     """Send x to the next rank of the ring and receive the previous one's, of the same shape."""
     x = x.contiguous()
@@ -265,20 +272,23 @@ def start_shift(x: Tensor, axis: Axis) -> Pending:
     return Pending(out, dist.batch_isend_irecv(ops if axis.rank % 2 == 0 else ops[::-1]), x)
 
 
-def exchange_edges(first: Tensor, last: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """This rank's first and last columns go to its neighbours; returns the previous one's last and the next one's first.
+def exchange_edges(first: Tensor | None, last: Tensor | None, axis: Axis) -> tuple[Tensor | None, Tensor | None]:
+    """Borrow lines from the neighbours: returns the previous rank's `last` and the next one's `first`.
 
-    At the two ends of the axis there is no neighbour, and zeros come back: the picture's edge.
+    This rank's own go the other way; None borrows nothing in that direction. At the two ends of the axis there is no
+    neighbour, and zeros come back: the picture's edge.
     """
-    before, after = last.new_zeros(last.shape), first.new_zeros(first.shape)
+    before, after = (None if x is None else x.new_zeros(x.shape) for x in (last, first))
     ops = []
-    for tensor, out, peer in ((first, before, axis.rank - 1), (last, after, axis.rank + 1)):
-        if 0 <= peer < axis.size:
-            sent = tensor.contiguous()
-            axis.count("halo", sent.numel(), sent.itemsize)
-            pair = [dist.P2POp(dist.isend, sent, group=axis.group, group_peer=peer),
-                    dist.P2POp(dist.irecv, out, group=axis.group, group_peer=peer)]  # fmt: skip
-            ops += pair if axis.rank % 2 == 0 else pair[::-1]
+    for tensor, to, out, source in ((first, axis.rank - 1, after, axis.rank + 1), (last, axis.rank + 1, before, axis.rank - 1)):
+        if tensor is None:
+            continue
+        if 0 <= to < axis.size:
+            tensor = tensor.contiguous()
+            axis.count("halo", tensor.numel(), tensor.itemsize)
+            ops.append(dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to))
+        if 0 <= source < axis.size:
+            ops.append(dist.P2POp(dist.irecv, out, group=axis.group, group_peer=source))
     for work in dist.batch_isend_irecv(ops) if ops else []:
         work.wait()
     return before, after

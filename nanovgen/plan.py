@@ -41,14 +41,19 @@ def degrees(parallel: ParallelConfig) -> dict[str, int]:
             "ulysses": parallel.ulysses_size}  # fmt: skip
 
 
+def check_world(parallel: ParallelConfig, world: int) -> None:
+    """Raises ValueError where the degrees do not multiply to the ranks there are."""
+    if parallel.world != world:
+        product = " x ".join(f"{name} {size}" for name, size in degrees(parallel).items() if size > 1) or "every degree 1"
+        way_out = (
+            f"use --ranks {parallel.world}, or another recipe" if parallel.world > 1 else "give --recipe one of so many ranks"
+        )
+        raise ValueError(f"the recipe is for {parallel.world} ranks ({product}), not {world}; {way_out}")
+
+
 def check(parallel: ParallelConfig, world: int, work: Work) -> None:
     """Raises ValueError, in one line, for degrees that cannot work on this many ranks or this model."""
-    named = {"cfg_size": parallel.cfg_size, "tp_size": parallel.tp_size, "ring_size": parallel.ring_size,
-             "attn2d_size": parallel.attn2d_size, "ulysses_size": parallel.ulysses_size}  # fmt: skip
-    if parallel.world != world:
-        product = " x ".join(f"{name} {size}" for name, size in named.items() if size not in (1, (1, 1))) or "1"
-        raise ValueError(f"the recipe is for {parallel.world} ranks ({product}), not {world}; use --ranks {parallel.world}"
-                         " or another recipe")  # fmt: skip
+    check_world(parallel, world)
     if parallel.cfg_size > 2:
         raise ValueError(f"cfg_size is {parallel.cfg_size}; guidance has two streams, so it is 1 or 2")
     if parallel.ring_size > 1 and parallel.attn2d_size != (1, 1):

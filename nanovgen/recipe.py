@@ -195,9 +195,10 @@ class Recipe:
 
 def read_recipe(name: str) -> Recipe:
     """A recipe by file, or by the name of one of nanovgen/recipes."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else Path(__file__).parent / "recipes" / f"{name}.yaml"
+    ours = {p.stem: p for p in (Path(__file__).parent / "recipes").glob("*.y*ml")}
+    path = ours.get(name, Path(name))
     if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in (Path(__file__).parent / "recipes").glob("*.yaml")))
+        known = ", ".join(sorted(ours))
         raise ValueError(f"recipe {name} is no file; by name there are: {known}")
     try:
         content = yaml.safe_load(path.read_text())

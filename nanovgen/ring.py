@@ -41,3 +41,9 @@ def blocks(k: Tensor, v: Tensor, axis: Axis, cut: Cut) -> Iterator[tuple[Tensor,
         yield tuple(kv[:, :, : cut.real(owner * width, width)])
         if arriving is not None:
             kv = arriving.wait()
+
+
+if __name__ == "__main__":
+    from nanovgen.lesson import show
+
+    raise SystemExit(show("ring"))

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovgen.mesh import Axis, all_reduce
+from nanovgen.mesh import Axis, all_reduce, shard
 
 
 class ColumnLinear(nn.Linear):
@@ -61,6 +61,14 @@ class SplitRMSNorm(nn.Module):
         return (x.float() * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype) * self.weight
 
 
+def own_slice(model: nn.Module, name: str, whole: Tensor) -> Tensor:
+    """This rank's part of a parameter, for weights that are in memory; the loader reads parts from files."""
+    where, _, leaf = name.rpartition(".")
+    module = model.get_submodule(where)
+    dim = getattr(module, "SLICED", {}).get(leaf)
+    return whole if dim is None else shard(whole, module.axis, dim)
+
+
 def check(heads: int, ffn: int, degree: int) -> None:
     """Raises ValueError for widths that cannot be cut."""
     for what, count in (("heads", heads), ("MLP features", ffn)):
@@ -82,3 +90,9 @@ def split(model: nn.Module, axis: Axis) -> nn.Module:
                 attn.to_out = RowLinear(attn.to_out, axis)
             block.mlp_up, block.mlp_down = ColumnLinear(block.mlp_up, axis), RowLinear(block.mlp_down, axis)
     return model
+
+
+if __name__ == "__main__":
+    from nanovgen.lesson import show
+
+    raise SystemExit(show("tp"))

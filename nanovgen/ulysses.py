@@ -75,3 +75,9 @@ def to_tokens(o: Tensor, axis: Axis, cut: Cut) -> Tensor:
     o = pad(o, 1, axis.size * cut.chunk)
     o = all_to_all(rearrange(o, "b (p s) h d -> p b s h d", p=axis.size), axis)  # S -> s
     return rearrange(o, "p b s h d -> b s (p h) d")[:, : cut.real(cut.rank)]  # h -> H
+
+
+if __name__ == "__main__":
+    from nanovgen.lesson import show
+
+    raise SystemExit(show("ulysses"))

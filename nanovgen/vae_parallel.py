@@ -8,8 +8,9 @@ The causal caches hold frames with their halo, so each column is sent once. Stri
 right only. The middle attention keeps its own queries and gathers the keys and values of the frame. Nothing is blended:
 the strips are the serial decode's own numbers, and joining them is a concatenation.
 
-Sends    per convolution and neighbour one column: rows * frames * channels; per middle attention (p-1) * its k, v; and
-         the finished strip, (p-1) times. Time falls with p until strips are so narrow that halos and launches dominate.
+Sends    per 3x3 convolution and neighbour one column: rows * frames * channels (to the previous one only where the stride
+         is 2); per middle attention (p-1) * its strip's k, v; and the finished strip, (p-1) times. Time falls with p
+         until strips are so narrow that halos and launches dominate.
 Source   halo exchange; the scheme of Mochi's context-parallel VAE, in space.
 Refuses  more ranks than latent columns (rows).
 """
@@ -38,12 +39,38 @@ class StripStream(Stream):
         return torch.cat([before, x, after], dim=self.dim), (0, 1) if self.dim == 3 else (1, 0)
 
     def border_after(self, x: Tensor) -> Tensor:
-        after = exchange_edges(x.narrow(self.dim, 0, 1), x.narrow(self.dim, -1, 1), self.axis)[1]
+        after = exchange_edges(x.narrow(self.dim, 0, 1), None, self.axis)[1]
         return F.pad(torch.cat([x, after], dim=self.dim), (0, 1, 0, 0) if self.dim == 3 else (0, 0, 0, 1))
 
     def all_keys(self, kv: Tensor) -> Tensor:
         """(n, 2, y, x, c) of the strip -> of the frame. The middle works at latent size, where rows and columns are cut."""
         return join(start_join(kv, self.axis, self.dim - 1, self.size), self.axis, self.dim - 1, self.size)
+
+
+class Ledger(Stream):
+    """A pass in one piece that notes what strips would send: numbers in one line at each border, and in the keys."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.dim, self.both, self.one, self.keys = dim, 0, 0, 0
+
+    def border(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        self.both += x.numel() // x.shape[self.dim]
+        return super().border(x)
+
+    def border_after(self, x: Tensor) -> Tensor:
+        self.one += x.numel() // x.shape[self.dim]
+        return super().border_after(x)
+
+    def all_keys(self, kv: Tensor) -> Tensor:
+        self.keys += kv.numel() // kv.shape[self.dim - 1]
+        return kv
+
+
+def elements_sent(ledger: Ledger, axis: Axis, size: int, result: int) -> int:
+    """The header's formula for this rank: `size` latent columns, `result` numbers in the joined result's latent column."""
+    before, after = axis.rank > 0, axis.rank < axis.size - 1
+    return (before + after) * ledger.both + before * ledger.one + (axis.size - 1) * -(-size // axis.size) * (ledger.keys + result)
 
 
 def strip_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -95,3 +122,9 @@ def encode(vae: VAE, video: Tensor, chunk: int | None, axis: Axis, dim: int) -> 
     size = video.shape[dim] // 8
     strip = vae.encode(cut_strip(video, axis, dim, scale=8), chunk, StripStream(axis, dim, size))
     return join(start_join(strip, axis, dim, size), axis, dim, size)
+
+
+if __name__ == "__main__":
+    from nanovgen.lesson import show
+
+    raise SystemExit(show("vae_parallel"))
