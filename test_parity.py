@@ -142,10 +142,9 @@ def measure(name: str, truth: Truth, place: tuple) -> list[Row]:
     """Inside a rank: this configuration at every token count, against the truth."""
     parallel, (device, dtype, _), rows = parse(name), place, []
     with torch.inference_mode():
+        m = mesh.open_mesh(device, plan.degrees(parallel))
+        model = checkpoint.load(tp.split(checkpoint.build(Wan, CONFIG), m.tp), truth.component, device, dtype)
         for grid in GRIDS:
-            m = mesh.open_mesh(device, plan.degrees(parallel))
-            model = tp.split(checkpoint.build(Wan, CONFIG), m.tp)
-            checkpoint.load(model, truth.component, device, dtype)
             m.sent.clear()
             out = guided(model, grid, parallel, m, place).cpu()
             found, wanted = error(out, truth.velocity[grid]), truth.velocity[grid]
@@ -159,8 +158,7 @@ def measure(name: str, truth: Truth, place: tuple) -> list[Row]:
 
 def text_bytes(parallel: ParallelConfig, dtype: torch.dtype) -> int:
     """Tensor parallelism's norm of the text keys, once a prompt: one fp32 number a row, layer and text."""
-    texts = 2 // parallel.cfg_size
-    return 2 * (parallel.tp_size - 1) * 16 // parallel.tp_size * 4 * CONFIG.num_layers * texts
+    return plan.reduced(16, parallel.tp_size) * 4 * CONFIG.num_layers * (2 // parallel.cfg_size)
 
 
 @pytest.fixture(scope="session")
@@ -294,12 +292,15 @@ def base_two(parallel: ParallelConfig, m: Mesh, cut: Cut, kernel) -> object:
 
 
 def swapped_order(parallel: ParallelConfig, m: Mesh, cut: Cut, kernel) -> object:
-    """Ulysses that takes the two chunks of its axis in the wrong order on the way to heads."""
+    """Ulysses whose two chunks come back in the wrong order: each rank gets the other's tokens."""
     right = plan.bind(parallel, m, cut.tokens, kernel)
-    other = replace(m, ulysses=replace(m.ulysses, rank=1 - m.ulysses.rank), seq=replace(m.seq, rank=1 - m.seq.rank))
-    del right
-    way = plan.bind(parallel, other, cut.tokens, kernel)
-    return lambda q, k, v: way(q, k, v).roll(1, 1)
+
+    def attend(q, k, v):
+        o = mesh.pad(right(q, k, v), 1, cut.chunk)
+        quiet = replace(m.ulysses, sent=mesh.Counter())
+        return mesh.all_gather(o, quiet)[1 - m.ulysses.rank][:, : cut.real(cut.rank)]
+
+    return attend
 
 
 def local_positions(model: Wan, text: Tensor, f: int, rows: int, columns: int) -> Context:

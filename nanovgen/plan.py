@@ -116,6 +116,11 @@ def local(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
     return attention(q, k, v, kernel)[0]
 
 
+def reduced(elements: int, ranks: int) -> int:
+    """What an all-reduce sends: as a reduce-scatter and an all-gather."""
+    return 2 * elements * (ranks - 1) // ranks
+
+
 def bytes_sent(parallel: ParallelConfig, work: Work, streams: int) -> dict[str, int]:
     """What a rank sends in one denoising step with `streams` guidance streams, by axis."""
     p, d = parallel, degrees(parallel)
@@ -128,7 +133,7 @@ def bytes_sent(parallel: ParallelConfig, work: Work, streams: int) -> dict[str, 
         "ring": 2 * (p.ring_size - 1) * qkv * size,
         "kv_axis": 2 * (n - 1) * qkv * size,
         "q_axis": (m - 1) * (2 * qkv * size + 4 * heads),
-        "tp": 2 * (p.tp_size - 1) * (3 * s * work.width * size + 3 * s * 4) // p.tp_size,
+        "tp": 3 * (reduced(s * work.width, p.tp_size) * size + reduced(s, p.tp_size) * 4),
     }
     if p.attn2d_merge == "reduce_scatter":
         layer["q_axis"] = (m - 1) * (qkv * size + 4 * (qkv + heads) + 4 * 2 * heads)
