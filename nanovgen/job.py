@@ -256,37 +256,40 @@ def predicted_peak(job: Job) -> int:
 
 def describe(job: Job) -> dict[str, str]:
     """The plan, line by line, as it is printed and stored."""
-    r, (f, y, x) = job.request, job.latent_shape
-    millions = {part: sum(p.numel() for p in model.parameters()) / 1e6 for part, model in job.models.items()}
+    r, millions = job.request, {part: sum(p.numel() for p in model.parameters()) / 1e6 for part, model in job.models.items()}
     stored = sum(c.stored_bytes for c in job.components.values())
     if not job.components:
         width = {part: 4 for part in job.models} | {"text_encoder": 4 if PRESETS[job.name].text_dtype == "F32" else 2}
         stored = sum(width[part] * count * 1e6 for part, count in millions.items())
+    return {
+        "model": f"{r.model} ({job.name}): " + ", ".join(f"{part} {count:,.1f} M" for part, count in millions.items()),
+        "video": f"{r.size}, {r.frames} frames at {r.fps} fps, {r.frames / r.fps:.2f} s, seed {r.seed}",
+        **({"latents": r.latents} if r.latents else describe_denoising(job)),
+        "ranks": describe_ranks(job),
+        "runs on": f"{job.device.type}, {job.dtype} (VAE float32), attention kernel {job.kernel}{job.stand_in}",
+        "needs": f"about {predicted_peak(job) / 1e9:.2f} GB on a device; {stored / 1e9:.2f} GB of weight files",
+        "output": str(job.out),
+    }
+
+
+def describe_denoising(job: Job) -> dict[str, str]:
+    r, (f, y, x) = job.request, job.latent_shape
     experts = [job.expert(t) for t in job.times]
     switch = f"{experts.count('transformer')} high-noise, {experts.count('transformer_2')} low-noise (boundary {r.boundary})"
     sigmas, shift = job.sigmas.tolist(), own_shift(job.folder)
     file_says = f" (its scheduler file says {shift:g})" if shift not in (None, r.shift) else ""
+    served = switch if r.boundary is not None else "one expert"
     ours = " (ours)" if r.negative_prompt is None else ""
-    lines = {
-        "model": f"{r.model} ({job.name}): " + ", ".join(f"{part} {count:,.1f} M" for part, count in millions.items()),
-        "video": f"{r.size}, {r.frames} frames at {r.fps} fps, {r.frames / r.fps:.2f} s, seed {r.seed}",
+    return {
         "tokens": f"{job.tokens} = {f} x {y // 2} x {x // 2}",
-        "steps": f"{r.steps} of {r.solver}, shift {r.shift:g}{file_says}, {r.grid} grid; "
-        + (switch if r.boundary is not None else "one expert"),
+        "steps": f"{r.steps} of {r.solver}, shift {r.shift:g}{file_says}, {r.grid} grid; {served}",
         "sigmas": " ".join(f"{s:.3f}" for s in (sigmas if len(sigmas) < 12 else [*sigmas[:5], *sigmas[-5:]])),
         "guidance": f"{r.guidance:g}" + ("" if r.guidance_low is None else f" high, {r.guidance_low:g} low"),
-        "prompt": (r.prompt or "") + said_cut(job, r.prompt),
+        "prompt": r.prompt + said_cut(job, r.prompt),
         "negative": "not used" if job.negative is None else repr(job.negative) + ours + said_cut(job, job.negative),
-        "ranks": describe_ranks(job),
         "sends": describe_sends(job),
-        "runs on": f"{job.device.type}, {job.dtype} (VAE float32), attention kernel {job.kernel}{job.stand_in}",
         "warm-up": warm_up(job),
-        "needs": f"about {predicted_peak(job) / 1e9:.2f} GB on the device; {stored / 1e9:.2f} GB of weight files",
-        "output": str(job.out),
     }
-    if r.latents:
-        lines = {k: v for k, v in lines.items() if k in ("model", "video", "runs on", "needs", "output")} | {"latents": r.latents}
-    return lines
 
 
 def said_cut(job: Job, text: str | None) -> str:

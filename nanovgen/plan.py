@@ -83,6 +83,8 @@ def check_heads(heads: int, parallel: ParallelConfig) -> None:
 
 def check_vae(parallel: ParallelConfig, world: int, latent: tuple[int, int, int]) -> None:
     degree, half = parallel.parallel_vae_size, world // parallel.cfg_size
+    if degree > world:
+        raise ValueError(f"parallel_vae_size {degree} needs as many ranks, and there is {world} rank" + "s" * (world > 1))
     if degree > half and degree != world:
         raise ValueError(
             f"parallel_vae_size {degree} would straddle the CFG halves of {half} ranks; use up to {half}, or {world}"
