@@ -17,7 +17,7 @@ import sys
 from dataclasses import fields, replace
 from functools import partial
 
-from nanovgen import generate, launch, mesh, plan
+from nanovgen import generate, launch, mesh, plan, summary
 from nanovgen import job as jobs
 from nanovgen.recipe import AttentionConfig, Request, read_recipe
 
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             request = generate.resume(request)
         world = args.ranks or (recipe.parallel_config.world if args.dry_run else launched)
         job = jobs.prepare(request, recipe, args.dry_run, world, forked=args.ranks is not None)
-        lines = jobs.describe(job)
+        lines = summary.describe(job)
     except ValueError as error:
         if rank == 0:
             print(f"run.py: {error}", file=sys.stderr)

@@ -22,8 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanovgen import attention, cfg, checkpoint, mesh, plan, scheduler, tp, vae_parallel, video
-from nanovgen import job as jobs
+from nanovgen import attention, cfg, checkpoint, mesh, plan, scheduler, summary, tp, vae_parallel, video
 from nanovgen.job import Job
 from nanovgen.recipe import Request, parse_size
 from nanovgen.text import encode_prompt
@@ -241,7 +240,7 @@ def describe_run(job: Job, stages: Stages, saved: Path, seconds: float) -> dict:
     return {
         "request": asdict(replace(job.request, out=str(job.out))),
         "recipe": asdict(job.recipe),
-        "plan": jobs.describe(job),
+        "plan": summary.describe(job),
         "sigmas": job.sigmas.tolist(),
         "timesteps": job.times,
         "stages": {name: {"seconds": s, "peak_bytes": peak} for name, (s, peak) in stages.rows.items()},

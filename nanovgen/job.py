@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanovgen import attention, plan, scheduler, video
-from nanovgen.checkpoint import Component, build, check, final_dtype, locate, open_component
+from nanovgen.checkpoint import Component, build, check, locate, open_component
 from nanovgen.mesh import Mesh
 from nanovgen.recipe import PRESETS, Preset, Recipe, Request, negative_text, parse_size, read_json, resolve
 from nanovgen.text import UMT5, PromptTokenizer, UMT5Config
@@ -222,101 +222,3 @@ def output_path(request: Request) -> Path:
     stem = re.sub(r"[^a-z0-9]+", "-", (request.prompt or "video").lower()).strip("-")[:48].rstrip("-") or "video"
     names = (Path(f"{stem}{f'-{i}' if i else ''}.mp4") for i in range(10**6))
     return next(name for name in names if not (name.exists() or name.with_suffix(".latents.safetensors").exists()))
-
-
-def weight_bytes(job: Job, part: str) -> int:
-    dtype = torch.float32 if part == "vae" else job.dtype
-    model = job.models[part]
-    return sum(p.numel() * final_dtype(model, name, dtype).itemsize for name, p in model.state_dict().items())
-
-
-def predicted_peak(job: Job) -> int:
-    """Bytes on a device at the fullest moment: the text stage, denoising or the decode, by their largest tensors."""
-    size, (f, y, x), parallel = (
-        {part: weight_bytes(job, part) for part in job.models},
-        job.latent_shape,
-        job.recipe.parallel_config,
-    )
-    experts = [m for m in job.models.values() if isinstance(m, Wan)]
-    denoise = sum(size[part] for part in size if part.startswith("transformer")) // parallel.tp_size
-    tokens = -(-job.tokens // (parallel.world // parallel.cfg_size // parallel.tp_size))
-    for model in experts:
-        c, rows = model.config, 512
-        denoise += (2 if job.negative is not None else 1) * c.num_layers * 2 * rows * c.width * job.dtype.itemsize
-    if experts:  # x, h, q, k, v, o in the model's dtype and two in fp32; the MLP's two are never there at once with them
-        c = experts[0].config
-        denoise += tokens * c.width * (6 * job.dtype.itemsize + 2 * 4)
-    widest = job.models["vae"].config
-    frames = min(f, job.request.chunk or f) * 4
-    decode = (
-        size["vae"] + 4 * frames * 64 * y * x * (widest.decoder_base_dim or widest.base_dim) * 4 // parallel.parallel_vae_size
-    )
-    return max(size.get("text_encoder", 0), denoise, decode)
-
-
-def describe(job: Job) -> dict[str, str]:
-    """The plan, line by line, as it is printed and stored."""
-    r, millions = job.request, {part: sum(p.numel() for p in model.parameters()) / 1e6 for part, model in job.models.items()}
-    stored = sum(c.stored_bytes for c in job.components.values())
-    if not job.components:
-        width = {part: 4 for part in job.models} | {"text_encoder": 4 if PRESETS[job.name].text_dtype == "F32" else 2}
-        stored = sum(width[part] * count * 1e6 for part, count in millions.items())
-    return {
-        "model": f"{r.model} ({job.name}): " + ", ".join(f"{part} {count:,.1f} M" for part, count in millions.items()),
-        "video": f"{r.size}, {r.frames} frames at {r.fps} fps, {r.frames / r.fps:.2f} s, seed {r.seed}",
-        **({"latents": r.latents} if r.latents else describe_denoising(job)),
-        "ranks": describe_ranks(job),
-        "runs on": f"{job.device.type}, {job.dtype} (VAE float32), attention kernel {job.kernel}{job.stand_in}",
-        "needs": f"about {predicted_peak(job) / 1e9:.2f} GB on a device; {stored / 1e9:.2f} GB of weight files",
-        "output": str(job.out),
-    }
-
-
-def describe_denoising(job: Job) -> dict[str, str]:
-    r, (f, y, x) = job.request, job.latent_shape
-    experts = [job.expert(t) for t in job.times]
-    switch = f"{experts.count('transformer')} high-noise, {experts.count('transformer_2')} low-noise (boundary {r.boundary})"
-    sigmas, shift = job.sigmas.tolist(), own_shift(job.folder)
-    file_says = f" (its scheduler file says {shift:g})" if shift not in (None, r.shift) else ""
-    served = switch if r.boundary is not None else "one expert"
-    ours = " (ours)" if r.negative_prompt is None else ""
-    return {
-        "tokens": f"{job.tokens} = {f} x {y // 2} x {x // 2}",
-        "steps": f"{r.steps} of {r.solver}, shift {r.shift:g}{file_says}, {r.grid} grid; {served}",
-        "sigmas": " ".join(f"{s:.3f}" for s in (sigmas if len(sigmas) < 12 else [*sigmas[:5], *sigmas[-5:]])),
-        "guidance": f"{r.guidance:g}" + ("" if r.guidance_low is None else f" high, {r.guidance_low:g} low"),
-        "prompt": r.prompt + said_cut(job, r.prompt),
-        "negative": "not used" if job.negative is None else repr(job.negative) + ours + said_cut(job, job.negative),
-        "sends": describe_sends(job),
-        "warm-up": warm_up(job),
-    }
-
-
-def said_cut(job: Job, text: str | None) -> str:
-    """What the plan says of a prompt that the text encoder will not see whole."""
-    if job.tokenizer is None or not text:
-        return ""
-    cut = job.tokenizer(text)[1]
-    return f" ({cut} tokens too long: {job.tokenizer.limit} are used)" if cut else ""
-
-
-def describe_ranks(job: Job) -> str:
-    parallel = job.recipe.parallel_config
-    spread = ", ".join(f"{name} {size}" for name, size in plan.degrees(parallel).items() if size > 1) or "every degree 1"
-    ways = [name for name in ("async_ulysses", "fused_ulysses") if getattr(parallel, name)]
-    ways += [f"attn2d {parallel.attn2d_merge}"] if parallel.attn2d_size != (1, 1) else []
-    vae = f"; VAE {parallel.parallel_vae_size} by {parallel.parallel_vae_split_dim}" if parallel.parallel_vae_size > 1 else ""
-    return f"{parallel.world}: {spread}{' (' + ', '.join(ways) + ')' if ways else ''}{vae}"
-
-
-def warm_up(job: Job) -> str:
-    frames = job.recipe.compilation_config.num_frames
-    floored = ", ".join(f"{n} frames would be {n // 4 if n % 4 == 0 else (n - 1) // 4 + 1} latent frames" for n in frames)
-    return f"nothing is compiled in this version{'; the recipe names shapes: ' + floored if frames else ''}"
-
-
-def describe_sends(job: Job) -> str:
-    """Bytes a rank and step in the busiest kind of step, by axis."""
-    streams = 1 if job.negative is None else 2
-    sent = plan.bytes_sent(job.recipe.parallel_config, job.work, streams)
-    return ", ".join(f"{axis} {amount / 1e6:.3f} MB" for axis, amount in sent.items()) + " a rank and step" if sent else "nothing"
