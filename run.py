@@ -17,7 +17,7 @@ import sys
 from dataclasses import fields, replace
 from functools import partial
 
-from nanovgen import generate, launch, mesh, plan, summary
+from nanovgen import generate, launch, mesh, plan, summary, video
 from nanovgen import job as jobs
 from nanovgen.recipe import AttentionConfig, Request, read_recipe
 
@@ -70,7 +70,10 @@ def main(arguments: list[str] | None = None) -> int:
     if args.dry_run:
         return 0
     if args.ranks is not None and args.ranks > 1:
-        return launch.run_ranks(args.ranks, partial(run_rank, job, args.ranks))
+        status = launch.run_ranks(args.ranks, partial(run_rank, job, args.ranks))
+        if status:
+            video.remove_parts(job.out)
+        return status
     try:
         run_rank(job, launched)
     except (RuntimeError, FloatingPointError, OSError) as error:

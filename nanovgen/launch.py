@@ -18,6 +18,8 @@ import torch
 
 from nanovgen import mesh
 
+ENDINGS = (signal.SIGINT, signal.SIGTERM)
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -33,14 +35,21 @@ def run_ranks(ranks: int, work: Callable[[], object]) -> int:
     context, port = get_context("fork"), free_port()
     errors = context.SimpleQueue()
     processes = [context.Process(target=_rank, args=(rank, ranks, port, work, errors), daemon=True) for rank in range(ranks)]
-    for process in processes:
-        process.start()
+    before = signal.signal(signal.SIGTERM, _interrupt)  # else `kill` and `timeout` would leave the ranks running
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)  # until each rank has its own handlers
+        for process in processes:
+            process.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
         failed = _watch(processes)
     except KeyboardInterrupt:
         _end(processes)
-        print("interrupted; all ranks have ended", file=sys.stderr)
+        left = "" if errors.empty() else f"; {errors.get()}"  # a rank's word on what is safe
+        print(f"interrupted; all ranks have ended{left}", file=sys.stderr)
         return 130
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)  # also where a fork failed
+        signal.signal(signal.SIGTERM, before)
     if failed is None:
         return 0
     killed, text = failed
@@ -85,16 +94,20 @@ def _interrupt(number: int, frame: object) -> None:
 
 def _rank(rank: int, ranks: int, port: int, work: Callable[[], object], errors: object) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    # Never more than the parent's: a pool of threads that it has started is not in the fork, and using it would hang.
+    torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // ranks)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent decides
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
         work()
         mesh.close_world()
     except (ValueError, RuntimeError, FloatingPointError, OSError) as error:
         errors.put(f"rank {rank}: {error}")
         os._exit(1)  # at once: tidying up would wait for peers that wait for us
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if str(error):
+            errors.put(f"rank {rank}: {error}")
         os._exit(130)
     except BaseException:
         errors.put(f"rank {rank}: {traceback.format_exc()}")

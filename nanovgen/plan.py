@@ -72,19 +72,21 @@ def check(parallel: ParallelConfig, world: int, work: Work) -> None:
 
 
 def check_heads(heads: int, parallel: ParallelConfig) -> None:
-    """Refuse with the nearest recipe that works: the rest of the ulysses degree goes to a ring."""
+    """Refuse with the nearest recipe that works: the rest of the ulysses degree goes to the ring, or to attn2d's rows."""
     local, degree = heads // parallel.tp_size, parallel.ulysses_size
     if local % degree == 0:
         return
     fits = max(d for d in range(1, degree) if local % d == 0 and degree % d == 0)
     with_tp = f" of {heads} over tp {parallel.tp_size}" if parallel.tp_size > 1 else ""
-    raise ValueError(f"{local} heads{with_tp} do not split over ulysses {degree}; use ulysses {fits} and ring {degree // fits}")
+    (rows, columns), rest = parallel.attn2d_size, degree // fits
+    way = f"ring {rest * parallel.ring_size}" if rows * columns == 1 else f"attn2d [{rest * rows}, {columns}]"
+    raise ValueError(f"{local} heads{with_tp} do not split over ulysses {degree}; use ulysses {fits} and {way}")
 
 
 def check_vae(parallel: ParallelConfig, world: int, latent: tuple[int, int, int]) -> None:
     degree, half = parallel.parallel_vae_size, world // parallel.cfg_size
     if degree > world:
-        raise ValueError(f"parallel_vae_size {degree} needs as many ranks, and there is {world} rank" + "s" * (world > 1))
+        raise ValueError(f"parallel_vae_size {degree} needs as many ranks; this run has {world}: use {world} or less")
     if degree > half and degree != world:
         raise ValueError(
             f"parallel_vae_size {degree} would straddle the CFG halves of {half} ranks; use up to {half}, or {world}"

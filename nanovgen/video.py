@@ -1,5 +1,6 @@
 """Frames to an MP4 that appears under its name only when whole, a contact sheet, and an image to start from."""
 
+import glob
 import os
 import shutil
 import subprocess
@@ -36,7 +37,7 @@ def check_output(path: Path, needed: int) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # torchrun's other ranks probe here too
         free = shutil.disk_usage(path.parent).free
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}") from None
@@ -47,6 +48,15 @@ def check_output(path: Path, needed: int) -> None:
 def to_pixels(video: Tensor) -> np.ndarray:
     """(1, 3, f, y, x) in [-1, 1] -> uint8 (f, y, x, 3)."""
     return ((video[0].float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 3, 0).cpu().numpy()
+
+
+def remove_parts(path: Path) -> None:
+    """Remove what a writer of `path` left when it was killed: hidden files whose process is gone."""
+    for part in path.parent.glob(f".{glob.escape(path.stem)}.*.part.mp4"):
+        try:
+            os.kill(int(part.name.split(".")[-3]), 0)
+        except ProcessLookupError:
+            part.unlink(missing_ok=True)
 
 
 class VideoWriter:

@@ -5,10 +5,12 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,13 +26,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "weights")]
 
 import tiny_layout  # noqa: E402
 
-from nanovgen import checkpoint, generate  # noqa: E402
+from nanovgen import checkpoint, generate, launch, mesh  # noqa: E402
 from nanovgen.text import UMT5, UMT5Config  # noqa: E402
 from nanovgen.vae import VAE  # noqa: E402
 from nanovgen.wan import Wan, WanConfig  # noqa: E402
 
 PROMPT = "a red circle moves right on a black background"
 WAN = WanConfig(num_attention_heads=2, attention_head_dim=32, num_layers=1, ffn_dim=64, text_dim=64)
+WIDE = replace(WAN, num_attention_heads=8, attention_head_dim=12, ffn_dim=60)  # for degrees: tp 8 splits its heads, not its MLP
 TEXT = UMT5Config(vocab_size=tiny_layout.TEXT_CONFIG.vocab_size, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2)
 
 
@@ -62,6 +66,12 @@ def pristine(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def pristine_i2v(tmp_path_factory) -> Path:
     return write_folder(tmp_path_factory.mktemp("image") / "tiny", replace(WAN, in_channels=36))
+
+
+@pytest.fixture(scope="session")
+def wide_folder(tmp_path_factory) -> Path:
+    """One of 8 heads, not to be spoiled."""
+    return write_folder(tmp_path_factory.mktemp("wide") / "tiny", WIDE)
 
 
 @pytest.fixture
@@ -205,3 +215,48 @@ def split_weights() -> Callable[..., Path]:
         return index
 
     return split
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Callable[..., Path]:
+    """A recipe file of the given degrees."""
+
+    def write(backend: str = "auto", **parallel: object) -> Path:
+        path = tmp_path / f"recipe{len([*tmp_path.glob('recipe*')])}.yaml"
+        path.write_text(yaml.safe_dump({"attention_config": {"backend": backend}, "parallel_config": parallel}))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def deadline() -> Callable[[int], None]:
+    """Ctrl-C after so many seconds, until the test's end: forked ranks that hang are killed and their status is 130."""
+
+    def late(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, late)
+    yield signal.alarm
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def on_ranks(one_thread, deadline) -> Callable[..., list]:
+    """Run work() on forked CPU ranks, at most 20 s; what each returned (plain data), by rank."""
+
+    def call(ranks: int, work: Callable[[], object]) -> list:
+        results = get_context("fork").SimpleQueue()
+
+        def part() -> None:
+            mesh.open_world(torch.device("cpu"))
+            results.put((int(os.environ["RANK"]), work()))
+
+        deadline(20)
+        code = launch.run_ranks(ranks, part)
+        deadline(0)
+        assert code == 0, "it hung" if code == 130 else code
+        return [found for _, found in sorted(results.get() for _ in range(ranks))]
+
+    return call

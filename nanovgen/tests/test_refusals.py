@@ -92,7 +92,7 @@ RECIPES = {
     "text": ("plain", ["'plain' is not a set of keys"]),
     "not YAML": ("a: [1, 2", ["is not YAML"]),
     "8 ranks": ("parallel_config: {cfg_size: 2, ulysses_size: 4}", ["8 ranks (cfg 2 x ulysses 4)", "not 1", "--ranks 8"]),
-    "VAE ranks": ("parallel_config: {parallel_vae_size: 4}", ["parallel_vae_size 4", "1 rank"]),
+    "VAE ranks": ("parallel_config: {parallel_vae_size: 4}", ["parallel_vae_size 4", "use 1"]),
 }
 
 

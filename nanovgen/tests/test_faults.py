@@ -1,0 +1,187 @@
+"""A run on many ranks of which one fails or is killed, or that is interrupted: all end soon, and nothing half is left."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing import active_children
+from pathlib import Path
+
+import pytest
+from conftest import PROMPT
+
+from nanovgen import generate
+
+PATIENCE = 15  # seconds from the fault to the last process's end
+FOREVER = ("--size=64x32", "--frames=5", "--steps=100000", "--out=v.mp4")
+LONG_DECODE = ("--size=64x32", "--frames=1601", "--steps=1", "--chunk=1", "--out=v.mp4")
+
+
+def names() -> set[str]:
+    return {path.name for path in Path.cwd().iterdir()}
+
+
+def children(pid: int) -> list[int]:
+    """In the order in which they were forked: by rank."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return sorted(found)
+
+
+def here() -> list[str]:
+    """Other processes that work in this folder: ranks, and encoders whose parent may be gone."""
+    found = []
+    for cwd in Path("/proc").glob("[0-9]*/cwd"):
+        try:
+            if cwd.readlink() == Path.cwd() and int(cwd.parent.name) != os.getpid():
+                found.append((cwd.parent / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60, what: str = "nothing happened") -> None:
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end, what
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def started(spawn, tiny_folder, recipe, tmp_path):
+    """run.py on 4 ranks, VAE on 2, and the ranks' pids once `condition` holds."""
+    runs = []
+
+    def start(request: tuple, condition: Callable[[], object], **parallel: object):
+        path = recipe(**({"ring_size": 2, "cfg_size": 2, "parallel_vae_size": 2} | parallel))
+        process = spawn(PROMPT, "--model", tiny_folder, *request, "--ranks", 4, "--recipe", path)
+        runs.append(process)
+        wait_for(condition)
+        ranks = children(process.pid)
+        assert len(ranks) == 4
+        return process, ranks
+
+    yield start
+    for process in runs:  # what a failed test leaves
+        for pid in [*children(process.pid), process.pid] if process.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def ended(finish):
+    """The result of a run that was hurt just now, which must leave no process."""
+
+    def end(process):
+        start = time.time()
+        wait_for(lambda: process.poll() is not None, PATIENCE, "the parent lives on")
+        result = finish(process)
+        wait_for(lambda: not here(), PATIENCE - (time.time() - start), f"left: {here()}")
+        assert "Traceback" not in result.err, result.err
+        return result
+
+    return end
+
+
+def denoising(tmp_path: Path) -> Callable[[], bool]:
+    return lambda: "step/s" in (tmp_path / "stderr").read_text()
+
+
+def decoding() -> bool:
+    return any(name.endswith(".part.mp4") for name in names())
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("boom"), ValueError("boom"), MemoryError("boom"), AssertionError("boom"), SystemExit(3)]
+)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_raises(ask, recipe, monkeypatch, deadline, error, rank):
+    """In step 2: its error is shown, and no neighbour's broken connection."""
+    velocity, calls = generate.velocity, []
+
+    def broken(*given):
+        calls.append(1)
+        if len(calls) == 2 and os.environ["RANK"] == str(rank):
+            raise error
+        return velocity(*given)
+
+    monkeypatch.setattr(generate, "velocity", broken)
+    deadline(PATIENCE)
+    result = ask("--ranks", 3, "--steps", 50, "--recipe", recipe(ring_size=3))
+    said = f"rank {rank}: "
+    assert result.code == 1 and result.err.startswith(said) and result.err.count("rank ") == 1, result.err
+    assert "boom" in result.err or isinstance(error, SystemExit)
+    assert result.err.count("\n") == 1 or type(error) in (MemoryError, AssertionError, SystemExit)
+    assert not active_children() and names() == set()
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_a_rank_is_killed_in_denoising(started, ended, tmp_path, rank):
+    process, ranks = started(FOREVER, denoising(tmp_path))
+    os.kill(ranks[rank], signal.SIGKILL)
+    result = ended(process)
+    assert result.code == 1 and result.err.endswith(f"rank {rank} was killed by signal 9\n") and names() == set()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_killed_in_decoding(started, ended, rank):
+    process, ranks = started(LONG_DECODE, decoding, ring_size=4, cfg_size=1, parallel_vae_size=4)
+    os.kill(ranks[rank], signal.SIGKILL)
+    result = ended(process)
+    assert result.code == 1 and result.err.endswith(f"rank {rank} was killed by signal 9\n")
+    assert names() == {"v.latents.safetensors"}
+
+
+@pytest.mark.parametrize("whom", ["all", "parent"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_in_denoising(started, ended, tmp_path, whom, number):
+    """Ctrl-C reaches every process of a terminal; `kill` and `timeout` the parent alone."""
+    process, ranks = started(FOREVER, denoising(tmp_path))
+    for pid in [process.pid, *(ranks if whom == "all" else [])]:
+        os.kill(pid, number)
+    result = ended(process)
+    assert names() == set()
+    if (whom, number) != ("all", signal.SIGTERM):  # where ranks are told first, one may be seen to end before the parent is told
+        assert result.code == 130 and "interrupted" in result.err.splitlines()[-1]
+    assert result.code
+
+
+def test_interrupted_in_decoding(started, ended):
+    """The word on the saved latents reaches the user."""
+    process, _ = started(LONG_DECODE, decoding, ring_size=4, cfg_size=1, parallel_vae_size=4)
+    process.send_signal(signal.SIGINT)
+    result = ended(process)
+    last = result.err.splitlines()[-1]
+    assert result.code == 130 and names() == {"v.latents.safetensors"}
+    assert "interrupted; all ranks have ended" in last and "the latents are safe" in last
+    assert "python run.py --latents v.latents.safetensors" in last
+
+
+def test_interrupted_while_starting(spawn, ended, tiny_folder, recipe):
+    """Before all of 40 ranks are forked."""
+    request = (PROMPT, "--model", tiny_folder, *FOREVER, "--ranks", 40, "--recipe", recipe(ring_size=40))
+    process = spawn(*request)
+    wait_for(lambda: len(children(process.pid)) > 3)
+    process.send_signal(signal.SIGINT)
+    result = ended(process)
+    assert result.code == 130 and names() == set() and "interrupted" in result.err.splitlines()[-1]
+
+
+def test_a_failed_decode_of_many(ask, recipe, edit_weights, tiny_folder):
+    edit_weights(tiny_folder / "vae", lambda t: t["decoder.conv_out.bias"].fill_(float("nan")))
+    result = ask("--ranks", 2, "--recipe", recipe(cfg_size=1, ring_size=2, parallel_vae_size=2))
+    last = result.err.splitlines()[-1]
+    assert result.code == 1 and last.startswith("rank ") and "decoding has values that are not finite" in last
+    assert "--latents v.latents.safetensors" in last and names() == {"v.latents.safetensors"}
+
+
+def test_two_runs_at_once(spawn, tiny_folder, recipe):
+    path = recipe(ring_size=2, parallel_vae_size=2)
+    small = ("--size=64x32", "--frames=5", "--steps=20", "--ranks", 2, "--recipe", path)
+    runs = [spawn(PROMPT, "--model", tiny_folder, *small, f"--out={name}.mp4") for name in "ab"]
+    assert [run.wait(timeout=120) for run in runs] == [0, 0]
+    assert Path("a.mp4").read_bytes() == Path("b.mp4").read_bytes() and len(names()) == 6
