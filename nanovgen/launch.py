@@ -8,10 +8,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 
 import torch
@@ -92,10 +93,17 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+def _die_with_parent() -> None:
+    """A parent that was killed can end nobody, and a rank that waits for its peers would never notice."""
+    wait([parent_process().sentinel])
+    os._exit(1)
+
+
 def _rank(rank: int, ranks: int, port: int, work: Callable[[], object], errors: object) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # Never more than the parent's: a pool of threads that it has started is not in the fork, and using it would hang.
     torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // ranks)))
+    threading.Thread(target=_die_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent decides
     signal.signal(signal.SIGTERM, _interrupt)
     try:

@@ -185,3 +185,10 @@ def test_two_runs_at_once(spawn, tiny_folder, recipe):
     runs = [spawn(PROMPT, "--model", tiny_folder, *small, f"--out={name}.mp4") for name in "ab"]
     assert [run.wait(timeout=120) for run in runs] == [0, 0]
     assert Path("a.mp4").read_bytes() == Path("b.mp4").read_bytes() and len(names()) == 6
+
+
+def test_the_parent_is_killed(started, ended, tmp_path):
+    """It can end nobody any more: its ranks see it gone, and end by themselves."""
+    process, _ = started(FOREVER, denoising(tmp_path))
+    process.kill()
+    assert ended(process).code == -signal.SIGKILL
