@@ -90,6 +90,7 @@ def _end(processes: list, patience: float = 3.0) -> None:
 
 
 def _interrupt(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once: a second one would break off the tidying
     raise KeyboardInterrupt
 
 
@@ -107,16 +108,19 @@ def _rank(rank: int, ranks: int, port: int, work: Callable[[], object], errors: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent decides
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
-        work()
-        mesh.close_world()
-    except (ValueError, RuntimeError, FloatingPointError, OSError) as error:
-        errors.put(f"rank {rank}: {error}")
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
+            work()
+            mesh.close_world()
+            return
+        except (ValueError, RuntimeError, FloatingPointError, OSError) as error:
+            text = f"rank {rank}: {error}"
+        except (Exception, SystemExit):
+            text = f"rank {rank}: {traceback.format_exc()}"
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # or the parent, which saw another end, would interrupt the report
+        errors.put(text)
         os._exit(1)  # at once: tidying up would wait for peers that wait for us
     except KeyboardInterrupt as error:
         if str(error):
             errors.put(f"rank {rank}: {error}")
         os._exit(130)
-    except BaseException:
-        errors.put(f"rank {rank}: {traceback.format_exc()}")
-        os._exit(1)
