@@ -36,7 +36,7 @@ class Request:
     boundary: float | None = _option(None, "the high-noise expert serves t >= 1000 * boundary")
     grid: str = _option("native", "sigma grid: native (Wan's own code) or diffusers")
     solver: str = _option("unipc", "unipc or euler")
-    seed: int = _option(0, "seed of the noise; the video does not depend on the number of ranks")
+    seed: int = _option(0, "seed of the noise, which does not depend on the number of ranks")
     out: str | None = _option(None, "output .mp4 (not given: a new name made of the prompt)")
     sheet: bool = _option(False, "also write a contact sheet, OUT.png")
     latents: str | None = _option(None, "resume: decode this file of saved latents, nothing else")
