@@ -172,9 +172,8 @@ def table(request):
     """Rows of all tests, printed at the end."""
     rows = []
     yield rows
-    write = request.config.pluginmanager.getplugin("terminalreporter").write_line
-    for line in ("", HEADER, *rows):
-        write(str(line))
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("", HEADER, *rows, sep="\n")
 
 
 def forked(ranks: int, work) -> object:
