@@ -20,6 +20,12 @@ from torch import Tensor
 from nanovgen.mesh import Axis, all_gather
 
 
+def check(degree: int) -> None:
+    """Raises ValueError for more halves than guidance has streams."""
+    if degree > 2:
+        raise ValueError(f"cfg_size is {degree}; guidance has two streams, so it is 1 or 2")
+
+
 def mine(streams: int, axis: Axis) -> list[int]:
     """The streams that this rank's half runs, and so the texts that it keeps."""
     return list(range(streams)) if streams == 1 else list(range(axis.rank, streams, axis.size))

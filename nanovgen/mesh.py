@@ -16,6 +16,7 @@ Tokens: p chunks of ceil(S/p); the last may be short or empty. A collective pads
 cuts what it gives back, so no rank ever computes with padding.
 """
 
+import math
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -99,10 +100,7 @@ def open_mesh(device: torch.device, degrees: dict[str, int], vae: int = 1) -> Me
     """Axes of the given degrees (missing ones are 1) over all ranks; raises ValueError where the product is not the world."""
     sizes = [degrees.get(name, 1) for name in NAMES]
     world, sent = dist.get_world_size() if dist.is_initialized() else 1, Counter()
-    product = 1
-    for size in sizes:
-        product *= size
-    if product != world:
+    if (product := math.prod(sizes)) != world:
         named = " x ".join(f"{name} {size}" for name, size in zip(NAMES, sizes, strict=True) if size > 1) or "1"
         raise ValueError(f"{named} = {product} ranks, and there are {world}")
     if world == 1:

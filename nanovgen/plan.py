@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
-from nanovgen import attn2d, tp, ulysses, vae_parallel
+from nanovgen import attn2d, cfg, tp, ulysses, vae_parallel
 from nanovgen.attention import Kernel, attention
 from nanovgen.mesh import Cut, Mesh
 from nanovgen.recipe import ParallelConfig
@@ -54,8 +54,7 @@ def check_world(parallel: ParallelConfig, world: int) -> None:
 def check(parallel: ParallelConfig, world: int, work: Work) -> None:
     """Raises ValueError, in one line, for degrees that cannot work on this many ranks or this model."""
     check_world(parallel, world)
-    if parallel.cfg_size > 2:
-        raise ValueError(f"cfg_size is {parallel.cfg_size}; guidance has two streams, so it is 1 or 2")
+    cfg.check(parallel.cfg_size)
     if parallel.ring_size > 1 and parallel.attn2d_size != (1, 1):
         raise ValueError("ring_size and attn2d_size are two ways to cut the same axis; set one of them to 1")
     tp.check(work.heads, work.ffn, parallel.tp_size)

@@ -27,7 +27,6 @@ def make_clip(job: tuple[str, str, int, str, str]) -> Tensor:
     """One caption through the real pipeline, to uint8 pixels (3, f, y, x); no file is written."""
     caption, folder, seed, dtype, device = job
     torch.set_num_threads(1)
-    # A worker has no terminal of its own: bars would run over each other.
     ready = jobs.prepare(Request(prompt=caption, model=folder, seed=seed, dtype=dtype, device=device, out="/tmp/unused.mp4"))
     stages = generate.Stages(ready.device)
     with torch.inference_mode():
