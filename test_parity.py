@@ -148,8 +148,7 @@ def measure(name: str, truth: Truth, place: tuple) -> list[Row]:
             m.sent.clear()
             out = guided(model, grid, parallel, m, place).cpu()
             found, wanted = error(out, truth.velocity[grid]), truth.velocity[grid]
-            f, y, x = GRIDS[grid]
-            work = plan.Work(f * y * x // 4, 24, CONFIG.width, CONFIG.ffn_dim, CONFIG.num_layers, GRIDS[grid], dtype.itemsize)
+            work = plan.work(CONFIG, GRIDS[grid], dtype.itemsize)
             formula = sum(plan.bytes_sent(parallel, work, 2).values()) + text_bytes(parallel, dtype)
             far, differs, sent = worst(m, found, float(not torch.equal(out, wanted)), sum(m.bytes_sent().values()))
             rows.append(Row(f"{name} {grid}", parallel.world, far, not differs, sent, formula))

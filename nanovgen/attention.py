@@ -30,6 +30,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel | None = None) -> 
     return o.transpose(1, 2), lse.transpose(1, 2)
 
 
+def after(prefix: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (b, n, Hkv, d) behind those of a prefix that every query sees too; None: there is no prefix."""
+    return (k, v) if prefix is None else (torch.cat([prefix[0], k], dim=1), torch.cat([prefix[1], v], dim=1))
+
+
 def merge(partials: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Attention over a union of disjoint key sets from (o, lse) over each; fp32 inside, o in `dtype` out.
 

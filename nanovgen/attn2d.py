@@ -8,7 +8,9 @@
 
     then each row exchanges (out, LSE): rank 0 gets q0's part from rank 1, rank 1 gets q1's from rank 0, and they merge.
 
-The columns of a row together hold all keys, so the merge is complete. m = q_axis (columns), n = kv_axis (rows), p = m n.
+The columns of a row together hold all keys, so the merge is complete. A prefix (keys and values of a text, whole on every
+rank) is shared out over the columns too: each attends to its own slice of it, so that the row counts it once.
+m = q_axis (columns), n = kv_axis (rows), p = m n.
 
 Sends    [2 (m-1) + 2 (n-1)] * b*S*C/p elements a rank and layer (q out, o back; k, v out), and (m-1) * b*S*H/p of LSE:
          about 4/sqrt(p) of b*S*C on a square, against a ring's 2. Extra memory: q, o m-fold, k, v n-fold.
@@ -25,24 +27,27 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from nanovgen.attention import Kernel, attention, merge
-from nanovgen.mesh import Axis, Cut, Pending, all_reduce, all_to_all, pad, reduce_scatter, start_all_gather
+from nanovgen.attention import Kernel, after, attention, merge
+from nanovgen.mesh import Axis, Cut, Pending, all_reduce, all_to_all, pad, reduce_scatter, shard, start_all_gather
+
+KV = tuple[Tensor, Tensor]
+Axes = tuple[Axis, Axis]  # (q_axis, kv_axis)
 
 
-def attn2d(q: Tensor, k: Tensor, v: Tensor, axes: tuple[Axis, Axis], cut: Cut, kernel: Kernel) -> Tensor:
+def attn2d(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, axes: Axes, cut: Cut, kernel: Kernel) -> Tensor:
     """q, k, v (b, n, H, d) of this rank's block -> o (b, n, H, d). `axes` are (q_axis, kv_axis)."""
     q_sent, kv_sent = start_gathers(q, k, v, axes, cut)
     q_row = whole(q_sent, axes, cut, of_row=True)
     k_col, v_col = whole(kv_sent, axes, cut, of_row=False).chunk(2, dim=0)
-    part = attention(q_row, k_col, v_col, kernel)
+    part = attention(q_row, *after(own_slice(prefix, axes[0]), k_col, v_col), kernel)
     return exchange(*part, axes[0], block_size(axes, cut))[:, : q.shape[1]].to(q.dtype)
 
 
-def attn2d_overlapped(q: Tensor, k: Tensor, v: Tensor, axes: tuple[Axis, Axis], cut: Cut, kernel: Kernel) -> Tensor:
+def attn2d_overlapped(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, axes: Axes, cut: Cut, kernel: Kernel) -> Tensor:
     """The rank's own keys need no waiting: a first pass over them hides the travel of the rest."""
     q_sent, kv_sent = start_gathers(q, k, v, axes, cut)
     q_row = whole(q_sent, axes, cut, of_row=True)
-    first = attention(q_row, k, v, kernel)
+    first = attention(q_row, *after(own_slice(prefix, axes[0]), k, v), kernel)
     k_col, v_col = whole(kv_sent, axes, cut, of_row=False).chunk(2, dim=0)
     start, block = axes[1].rank * block_size(axes, cut), k.shape[1]
     others = [torch.cat([x[:, :start], x[:, start + block :]], dim=1) for x in (k_col, v_col)]
@@ -50,12 +55,12 @@ def attn2d_overlapped(q: Tensor, k: Tensor, v: Tensor, axes: tuple[Axis, Axis], 
     return exchange(part[0].to(q.dtype), part[1], axes[0], block_size(axes, cut))[:, : q.shape[1]].to(q.dtype)
 
 
-def attn2d_reduce_scatter(q: Tensor, k: Tensor, v: Tensor, axes: tuple[Axis, Axis], cut: Cut, kernel: Kernel) -> Tensor:
+def attn2d_reduce_scatter(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, axes: Axes, cut: Cut, kernel: Kernel) -> Tensor:
     """With M the row's largest LSE: o = sum_i e^(lse_i - M) o_i / sum_i e^(lse_i - M), both sums by one reduce-scatter."""
     q_sent, kv_sent = start_gathers(q, k, v, axes, cut)
     q_row = whole(q_sent, axes, cut, of_row=True)
     k_col, v_col = whole(kv_sent, axes, cut, of_row=False).chunk(2, dim=0)
-    o, lse = attention(q_row, k_col, v_col, kernel)
+    o, lse = attention(q_row, *after(own_slice(prefix, axes[0]), k_col, v_col), kernel)
     row, block = axes[0], block_size(axes, cut)
     lse = pad_lse(lse, row.size * block)
     weight = torch.exp(lse - all_reduce(lse, row, largest=True).nan_to_num(neginf=0.0))[..., None]
@@ -64,19 +69,19 @@ def attn2d_reduce_scatter(q: Tensor, k: Tensor, v: Tensor, axes: tuple[Axis, Axi
     return (total[..., :-1] / total[..., -1:]).to(q.dtype)
 
 
-def block_size(axes: tuple[Axis, Axis], cut: Cut) -> int:
+def block_size(axes: Axes, cut: Cut) -> int:
     """Tokens in a rank's full block: several chunks where ulysses runs outside."""
     return cut.ranks // (axes[0].size * axes[1].size) * cut.chunk
 
 
-def start_gathers(q: Tensor, k: Tensor, v: Tensor, axes: tuple[Axis, Axis], cut: Cut) -> tuple[Pending, Pending]:
+def start_gathers(q: Tensor, k: Tensor, v: Tensor, axes: Axes, cut: Cut) -> tuple[Pending, Pending]:
     """Queries first: no pass can start without them. Keys and values travel as one."""
     size = block_size(axes, cut)
     return (start_all_gather(pad(q, 1, size), axes[0]),
             start_all_gather(pad(torch.cat([k, v], dim=0), 1, size), axes[1]))  # fmt: skip
 
 
-def whole(sent: Pending, axes: tuple[Axis, Axis], cut: Cut, of_row: bool) -> Tensor:
+def whole(sent: Pending, axes: Axes, cut: Cut, of_row: bool) -> Tensor:
     """The gathered blocks of my row (consecutive) or my column (every m-th), cut to their real tokens."""
     (q_axis, kv_axis), width = axes, cut.ranks // (axes[0].size * axes[1].size)
     if of_row:
@@ -85,6 +90,11 @@ def whole(sent: Pending, axes: tuple[Axis, Axis], cut: Cut, of_row: bool) -> Ten
         owners = [i * q_axis.size + q_axis.rank for i in range(kv_axis.size)]
     real = sum(cut.real(owner * width, width) for owner in owners)  # short blocks come last in any ascending set
     return rearrange(sent.wait(), "p b n h d -> b (p n) h d")[:, :real]
+
+
+def own_slice(prefix: KV | None, row: Axis) -> KV | None:
+    """The prefix (b, L, G, d) cut in as many parts as the row has columns; a part may be empty."""
+    return prefix and tuple(shard(x, row, dim=1) for x in prefix)
 
 
 def pad_lse(lse: Tensor, size: int) -> Tensor:

@@ -52,8 +52,7 @@ class Job:
 
     @property
     def work(self) -> plan.Work:
-        config = next(m.config for m in self.models.values() if isinstance(m, Wan))
-        return plan.Work(self.tokens, config.num_attention_heads, config.width, config.ffn_dim, config.num_layers,
+        return plan.work(self.models["transformer" if "transformer" in self.models else "transformer_2"].config,
                          self.latent_shape, self.dtype.itemsize)  # fmt: skip
 
     @property

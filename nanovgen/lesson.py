@@ -39,7 +39,7 @@ def attend(parallel: ParallelConfig, device: torch.device) -> list[str]:
     sent = m.bytes_sent()
     out = mesh.unshard(o, m.seq, 1, TOKENS)
     wanted = attention(*whole, kernel)[0]
-    work = plan.Work(TOKENS, HEADS, HEADS * HEAD_DIM, 0, 1, (1, 1, 1), 4)
+    work = plan.Work(TOKENS, HEADS, HEADS, HEAD_DIM, 1, 4)
     formula = {axis: amount for axis, amount in plan.bytes_sent(parallel, work, 1).items() if axis != "seq"}
     start, end = mesh.chunk_range(TOKENS, m.seq.size, m.seq.rank)
     return [f"kept tokens {start}..{end}; {held(m)}", verdict(out, wanted), f"sent {sent} bytes; the formula says {formula}"]
@@ -86,6 +86,7 @@ def slices(ranks: int, device: torch.device) -> list[str]:
     """TP: one whole forward, and one with this rank's slices of the same weights."""
     m = mesh.open_mesh(device, {"tp": ranks})
     model, x, t, texts = tiny_wan(device)
+    tp.check(model.config.num_attention_heads, model.config.num_attention_heads, model.config.ffn_dim, ranks)
     wanted = model(x, t, model.context(texts[0], *x.shape[2:]))
     part, _, _, _ = tiny_wan(device)
     tp.split(part, m.tp)
@@ -94,8 +95,7 @@ def slices(ranks: int, device: torch.device) -> list[str]:
     part.load_state_dict(weights, assign=True)
     found = part(x, t, part.context(texts[0], *x.shape[2:]))
     config, f, y, x_ = model.config, *x.shape[2:]
-    work = plan.Work(f * y * x_ // 4, config.num_attention_heads, config.width, config.ffn_dim, config.num_layers, (f, y, x_), 4)
-    formula = plan.bytes_sent(ParallelConfig(tp_size=ranks), work, 1)["tp"]
+    formula = plan.bytes_sent(ParallelConfig(tp_size=ranks), plan.work(config, (f, y, x_), 4), 1)["tp"]
     formula += 2 * (ranks - 1) * texts[0].shape[1] * 4 * config.num_layers // ranks  # the text keys' norm, once a prompt
     kept, all_of = (sum(w.numel() for w in state.values()) for state in (weights, whole))
     return [f"kept {kept} of {all_of} weights", verdict(found, wanted),

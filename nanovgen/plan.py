@@ -13,26 +13,44 @@ from functools import partial
 from torch import Tensor
 
 from nanovgen import attn2d, cfg, tp, ulysses, vae_parallel
-from nanovgen.attention import Kernel, attention
+from nanovgen.attention import Kernel, after, attention
+from nanovgen.cosmos import CosmosConfig
 from nanovgen.mesh import Cut, Mesh
 from nanovgen.recipe import ParallelConfig
 from nanovgen.ring import ring
+from nanovgen.wan import WanConfig
 
-Attend = Callable[[Callable[[], Tensor], Callable[[], Tensor], Callable[[], Tensor]], Tensor]
+KV = tuple[Tensor, Tensor]
+Attend = Callable[..., Tensor]  # (q, k, v) as projections and, where the model has one, a prefix's keys and values
 ATTN2D = {"exchange": attn2d.attn2d, "overlapped": attn2d.attn2d_overlapped, "reduce_scatter": attn2d.attn2d_reduce_scatter}
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one forward computes, as far as communication cares. Width and heads are the whole model's."""
+    """What one forward computes, as far as communication cares. Widths and heads are the whole model's."""
 
     tokens: int
     heads: int
-    width: int
-    ffn: int
+    kv_heads: int
+    head_dim: int
     layers: int
-    latent: tuple[int, int, int]  # f, y, x
     itemsize: int
+    width: int = 0
+    ffn: int = 0
+    latent: tuple[int, int, int] = (1, 1, 1)  # f, y, x
+    channels: int = 0  # of the latents
+    sums: tuple[int, int] = (0, 0)  # a layer's all-reduces under tensor parallelism: of the width, of one fp32 number
+
+
+def work(config: WanConfig | CosmosConfig, latent: tuple[int, int, int], itemsize: int) -> Work:
+    f, y, x = latent
+    if isinstance(config, WanConfig):
+        heads = (config.num_attention_heads, config.num_attention_heads, config.attention_head_dim)
+        return Work(f * (y // 2) * (x // 2), *heads, config.num_layers, itemsize, config.width, config.ffn_dim, latent,
+                    config.out_channels, (3, 3))  # fmt: skip
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    return Work(f * -(-y // 2) * -(-x // 2), *heads, config.num_hidden_layers, itemsize, config.hidden_size,
+                config.intermediate_size, latent, config.latent_channel, (2, 0))  # fmt: skip
 
 
 def degrees(parallel: ParallelConfig) -> dict[str, int]:
@@ -57,8 +75,10 @@ def check(parallel: ParallelConfig, world: int, work: Work) -> None:
     cfg.check(parallel.cfg_size)
     if parallel.ring_size > 1 and parallel.attn2d_size != (1, 1):
         raise ValueError("ring_size and attn2d_size are two ways to cut the same axis; set one of them to 1")
-    tp.check(work.heads, work.ffn, parallel.tp_size)
-    check_heads(work.heads, parallel)
+    tp.check(work.heads, work.kv_heads, work.ffn, parallel.tp_size)
+    check_heads(work.heads, work.kv_heads, parallel)
+    if parallel.fused_ulysses:
+        ulysses.check(work.heads, work.kv_heads, 1, fused=True)
     if parallel.async_ulysses and parallel.fused_ulysses:
         raise ValueError("async_ulysses sends q, k and v one by one and fused_ulysses all at once; set one of them to false")
     if (parallel.async_ulysses or parallel.fused_ulysses) and parallel.ulysses_size == 1:
@@ -70,16 +90,17 @@ def check(parallel: ParallelConfig, world: int, work: Work) -> None:
     check_vae(parallel, world, work.latent)
 
 
-def check_heads(heads: int, parallel: ParallelConfig) -> None:
+def check_heads(heads: int, kv_heads: int, parallel: ParallelConfig) -> None:
     """Refuse with the nearest recipe that works: the rest of the ulysses degree goes to the ring, or to attn2d's rows."""
-    local, degree = heads // parallel.tp_size, parallel.ulysses_size
-    if local % degree == 0:
+    local, degree = {"heads": heads // parallel.tp_size, "key heads": kv_heads // parallel.tp_size}, parallel.ulysses_size
+    short = [what for what, count in local.items() if count % degree]
+    if not short:
         return
-    fits = max(d for d in range(1, degree) if local % d == 0 and degree % d == 0)
-    with_tp = f" of {heads} over tp {parallel.tp_size}" if parallel.tp_size > 1 else ""
+    fits = max(d for d in range(1, degree) if degree % d == 0 and not any(count % d for count in local.values()))
+    with_tp = f" of {heads if short[0] == 'heads' else kv_heads} over tp {parallel.tp_size}" if parallel.tp_size > 1 else ""
     (rows, columns), rest = parallel.attn2d_size, degree // fits
     way = f"ring {rest * parallel.ring_size}" if rows * columns == 1 else f"attn2d [{rest * rows}, {columns}]"
-    raise ValueError(f"{local} heads{with_tp} do not split over ulysses {degree}; use ulysses {fits} and {way}")
+    raise ValueError(f"{local[short[0]]} {short[0]}{with_tp} do not split over ulysses {degree}; use ulysses {fits} and {way}")
 
 
 def check_vae(parallel: ParallelConfig, world: int, latent: tuple[int, int, int]) -> None:
@@ -108,15 +129,15 @@ def bind(parallel: ParallelConfig, mesh: Mesh, tokens: int, kernel: Kernel) -> A
     else:
         inner = partial(local, kernel=kernel)
     if mesh.ulysses.size == 1:
-        return lambda q, k, v: inner(q(), k(), v())
+        return lambda q, k, v, prefix=None: inner(q(), k(), v(), prefix)
     way = (
         ulysses.ulysses_async if parallel.async_ulysses else ulysses.ulysses_fused if parallel.fused_ulysses else ulysses.ulysses
     )
-    return partial(way, axis=mesh.ulysses, cut=cut, inner=inner)
+    return lambda q, k, v, prefix=None: way(q, k, v, prefix, mesh.ulysses, cut, inner)
 
 
-def local(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
-    return attention(q, k, v, kernel)[0]
+def local(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, kernel: Kernel) -> Tensor:
+    return attention(q, *after(prefix, k, v), kernel)[0]
 
 
 def reduced(elements: int, ranks: int) -> int:
@@ -128,21 +149,23 @@ def bytes_sent(parallel: ParallelConfig, work: Work, streams: int) -> dict[str, 
     """What a rank sends in one denoising step with `streams` guidance streams, by axis."""
     p, d = parallel, degrees(parallel)
     ranks = p.world // (p.cfg_size * p.tp_size)
-    s = -(-work.tokens // ranks)
-    qkv, heads, size = s * work.width // p.tp_size, s * work.heads // p.tp_size, work.itemsize
+    s, size = -(-work.tokens // ranks), work.itemsize
+    heads, kv_heads = s * work.heads // p.tp_size, s * work.kv_heads // p.tp_size
+    q, kv = heads * work.head_dim, kv_heads * work.head_dim
     n, m = p.attn2d_size
+    wide, single = work.sums
     layer = {
-        "ulysses": 4 * qkv * (d["ulysses"] - 1) // d["ulysses"] * size,
-        "ring": 2 * (p.ring_size - 1) * qkv * size,
-        "kv_axis": 2 * (n - 1) * qkv * size,
-        "q_axis": (m - 1) * (2 * qkv * size + 4 * heads),
-        "tp": 3 * (reduced(s * work.width, p.tp_size) * size + reduced(s, p.tp_size) * 4),
+        "ulysses": 2 * (q + kv) * (d["ulysses"] - 1) // d["ulysses"] * size,
+        "ring": 2 * (p.ring_size - 1) * kv * size,
+        "kv_axis": 2 * (n - 1) * kv * size,
+        "q_axis": (m - 1) * (2 * q * size + 4 * heads),
+        "tp": wide * reduced(s * work.width, p.tp_size) * size + single * reduced(s, p.tp_size) * 4,
     }
     if p.attn2d_merge == "reduce_scatter":
-        layer["q_axis"] = (m - 1) * (qkv * size + 4 * (qkv + heads) + 4 * 2 * heads)
+        layer["q_axis"] = (m - 1) * (q * size + 4 * (q + heads) + 4 * 2 * heads)
     forwards = 1 if streams == 1 else -(-streams // p.cfg_size)
     total = {axis: forwards * work.layers * amount for axis, amount in layer.items()}
-    total["seq"] = forwards * (ranks - 1) * s * 64 * size
+    total["seq"] = forwards * (ranks - 1) * s * 4 * work.channels * size
     f, y, x = work.latent
-    total["cfg"] = 0 if streams == 1 else forwards * (p.cfg_size - 1) * 16 * f * y * x * size
+    total["cfg"] = 0 if streams == 1 else forwards * (p.cfg_size - 1) * work.channels * f * y * x * size
     return {axis: amount for axis, amount in total.items() if amount}

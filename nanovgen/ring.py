@@ -4,6 +4,8 @@
     step 1   rank 0: q0 with k2 v2     rank 1: q1 with k0 v0     rank 2: q2 with k1 v1      0 -> 1 -> 2 -> 0
     step 2   rank 0: q0 with k1 v1     rank 1: q1 with k2 v2     rank 2: q2 with k0 v0
 
+A prefix (keys and values of a text, whole on every rank) stands before the rank's own block and never travels.
+
 The next keys and values are posted before the kernel of the present ones starts, so they travel under it.
 
 Sends    2 (p-1) * b*S*C/p elements a rank and layer (GQA: times Hkv/H); flat in p. Hidden while one step computes longer
@@ -18,15 +20,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nanovgen.attention import Kernel, attention, merge
+from nanovgen.attention import Kernel, after, attention, merge
 from nanovgen.mesh import Axis, Cut, pad, start_shift
 
+KV = tuple[Tensor, Tensor]
 
-def ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, cut: Cut, kernel: Kernel) -> Tensor:
+
+def ring(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, axis: Axis, cut: Cut, kernel: Kernel) -> Tensor:
     """q, k, v (b, n, H, d) of this rank's block of tokens -> o (b, n, H, d)."""
     o, lse = q, None
     for k_block, v_block in blocks(k, v, axis, cut):
-        partial = attention(q, k_block, v_block, kernel)
+        partial = attention(q, *after(prefix if lse is None else None, k_block, v_block), kernel)  # once: beside its own block
         o, lse = merge([partial] if lse is None else [(o, lse), partial], torch.float32)
     return o.to(q.dtype)
 

@@ -8,12 +8,13 @@ q, k, v and the MLP's first matrix split their outputs (whole heads a rank), the
 split their inputs. In between everything is local, so Ulysses, ring and Attention2D run inside on H/p heads as they are.
 
 Wan normalises q and k over the whole width, before the heads are cut: a rank knows only its part of the sum of squares, so
-that sum (one number a token) is all-reduced too.
+that sum (one number a token) is all-reduced too. Cosmos3 normalises each head, which is local.
 
-Sends    3 all-reduces of b*s*C and 4 of b*s numbers (or of the text's rows) a block, each 2 (p-1)/p elements an element.
+Sends    Wan: 3 all-reduces of b*s*C and 4 of b*s numbers (or of the text's rows) a block; Cosmos3: 2 of b*s*C a layer, and as
+         many of the text's rows once a prompt; each 2 (p-1)/p elements an element.
          Costs more than any sequence split; it is for memory: weights per rank fall with p.
 Source   Megatron-LM, arXiv:1909.08053.
-Refuses  heads or the MLP's width not divisible by p.
+Refuses  heads, key heads or the MLP's width not divisible by p.
 """
 
 import torch
@@ -29,7 +30,7 @@ class ColumnLinear(nn.Linear):
     SLICED = {"weight": 0, "bias": 0}  # parameter: the dim that is cut, for the loader
 
     def __init__(self, whole: nn.Linear, axis: Axis):
-        super().__init__(whole.in_features, whole.out_features // axis.size)
+        super().__init__(whole.in_features, whole.out_features // axis.size, whole.bias is not None)
         self.axis = axis
 
 
@@ -39,11 +40,12 @@ class RowLinear(nn.Linear):
     SLICED = {"weight": 1}
 
     def __init__(self, whole: nn.Linear, axis: Axis):
-        super().__init__(whole.in_features // axis.size, whole.out_features)
+        super().__init__(whole.in_features // axis.size, whole.out_features, whole.bias is not None)
         self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
-        return all_reduce(F.linear(x, self.weight), self.axis) + self.bias
+        y = all_reduce(F.linear(x, self.weight), self.axis)
+        return y if self.bias is None else y + self.bias
 
 
 class SplitRMSNorm(nn.Module):
@@ -69,26 +71,27 @@ def own_slice(model: nn.Module, name: str, whole: Tensor) -> Tensor:
     return whole if dim is None else shard(whole, module.axis, dim)
 
 
-def check(heads: int, ffn: int, degree: int) -> None:
+def check(heads: int, kv_heads: int, ffn: int, degree: int) -> None:
     """Raises ValueError for widths that cannot be cut."""
-    for what, count in (("heads", heads), ("MLP features", ffn)):
+    widths = {"heads": heads, "key heads": kv_heads, "MLP features": ffn}
+    for what, count in widths.items():
         if count % degree:
-            fits = max(d for d in range(1, degree) if heads % d == 0 and ffn % d == 0)
+            fits = max(d for d in range(1, degree) if not any(n % d for n in widths.values()))
             raise ValueError(f"{count} {what} do not split over tp {degree}; use {fits}")
 
 
 def split(model: nn.Module, axis: Axis) -> nn.Module:
-    """Replace the matrices of a Wan on meta by this rank's slices; the loader reads only those."""
+    """Replace the matrices of a model on meta by this rank's slices; the loader reads only those.
+
+    Each module class says what splits: COLUMN and ROW matrices, and WIDE_NORM where a norm spans the split width.
+    """
     if axis.size == 1:
         return model
-    check(model.config.num_attention_heads, model.config.ffn_dim, axis.size)
     with torch.device("meta"):
-        for block in model.blocks:
-            for attn in (block.self_attn, block.cross_attn):
-                attn.to_q, attn.to_k, attn.to_v = (ColumnLinear(m, axis) for m in (attn.to_q, attn.to_k, attn.to_v))
-                attn.norm_q, attn.norm_k = SplitRMSNorm(attn.norm_q, axis), SplitRMSNorm(attn.norm_k, axis)
-                attn.to_out = RowLinear(attn.to_out, axis)
-            block.mlp_up, block.mlp_down = ColumnLinear(block.mlp_up, axis), RowLinear(block.mlp_down, axis)
+        for module in list(model.modules()):
+            for kind, names in ((ColumnLinear, "COLUMN"), (RowLinear, "ROW"), (SplitRMSNorm, "WIDE_NORM")):
+                for name in getattr(module, names, ()):
+                    setattr(module, name, kind(getattr(module, name), axis))
     return model
 
 

@@ -4,7 +4,8 @@
     rank 1 | tokens s..S, all heads |  =========>   | all tokens, heads h..H |
 
 In the middle every rank holds all tokens of the axis for H/p heads, so any attention runs there as on one device, a ring
-or Attention2D over further ranks included (`inner`).
+or Attention2D over further ranks included (`inner`). A prefix (keys and values of a text, whole on every rank) is cut by
+heads where it lies, and sends nothing.
 
 Sends    4 (p-1)/p * b*S*C/p elements a rank and layer (q, k, v out, o back); shrinks as p grows. With fewer key heads
          (GQA, g = Hkv/H) 2 (1+g) in place of 4. Extra memory: one q, k, v, o of the same size.
@@ -24,10 +25,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from nanovgen.mesh import Axis, Cut, Pending, all_to_all, pad, start_all_to_all
+from nanovgen.mesh import Axis, Cut, Pending, all_to_all, pad, shard, start_all_to_all
 
 Projection = Callable[[], Tensor]
-Inner = Callable[[Tensor, Tensor, Tensor], Tensor]
+KV = tuple[Tensor, Tensor]
+Inner = Callable[[Tensor, Tensor, Tensor, KV | None], Tensor]
 
 
 def check(heads: int, kv_heads: int, degree: int, fused: bool = False) -> None:
@@ -40,25 +42,29 @@ def check(heads: int, kv_heads: int, degree: int, fused: bool = False) -> None:
         raise ValueError(f"fused ulysses stacks q, k, v, and {heads} heads are not {kv_heads}; use the unfused way")
 
 
-def ulysses(q: Projection, k: Projection, v: Projection, axis: Axis, cut: Cut, inner: Inner) -> Tensor:
+def ulysses(q: Projection, k: Projection, v: Projection, prefix: KV | None, axis: Axis, cut: Cut, inner: Inner) -> Tensor:
     """Projections of this rank's tokens, each (b, s, H, d) -> its attention output (b, s, H, d)."""
     q, k, v = (to_heads(start_to_heads(project(), axis, cut), axis, cut) for project in (q, k, v))
-    return to_tokens(inner(q, k, v), axis, cut)
+    return to_tokens(inner(q, k, v, own_heads(prefix, axis)), axis, cut)
 
 
-def ulysses_fused(q: Projection, k: Projection, v: Projection, axis: Axis, cut: Cut, inner: Inner) -> Tensor:
+def ulysses_fused(q: Projection, k: Projection, v: Projection, prefix: KV | None, axis: Axis, cut: Cut, inner: Inner) -> Tensor:
     """One exchange of (b, s, 3, H, d): three times the bytes, a third of the calls."""
     qkv = to_heads(start_to_heads(torch.cat([q(), k(), v()], dim=-1), axis, cut), axis, cut)  # heads carry 3 d
-    return to_tokens(inner(*qkv.chunk(3, dim=-1)), axis, cut)
+    return to_tokens(inner(*qkv.chunk(3, dim=-1), own_heads(prefix, axis)), axis, cut)
 
 
-def ulysses_async(q: Projection, k: Projection, v: Projection, axis: Axis, cut: Cut, inner: Inner) -> Tensor:
+def ulysses_async(q: Projection, k: Projection, v: Projection, prefix: KV | None, axis: Axis, cut: Cut, inner: Inner) -> Tensor:
     """v first: it has neither norm nor rotation, so it is ready soonest, and q and k are computed while it travels."""
     v_sent = start_to_heads(v(), axis, cut)
     q_sent = start_to_heads(q(), axis, cut)
     k_sent = start_to_heads(k(), axis, cut)
     v, q, k = (to_heads(sent, axis, cut) for sent in (v_sent, q_sent, k_sent))
-    return to_tokens(inner(q, k, v), axis, cut)
+    return to_tokens(inner(q, k, v, own_heads(prefix, axis)), axis, cut)
+
+
+def own_heads(prefix: KV | None, axis: Axis) -> KV | None:
+    return prefix and tuple(shard(x, axis, dim=2) for x in prefix)  # b L G d -> b L g d
 
 
 def start_to_heads(x: Tensor, axis: Axis, cut: Cut) -> Pending:

@@ -101,6 +101,8 @@ def modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
 class Attention(nn.Module):
     """The projections of one attention. q and k are RMS-normalised over the whole width, before the split in heads."""
 
+    COLUMN, ROW, WIDE_NORM = ("to_q", "to_k", "to_v"), ("to_out",), ("norm_q", "norm_k")  # what tensor parallelism cuts
+
     def __init__(self, config: WanConfig):
         super().__init__()
         self.head_dim = config.attention_head_dim
@@ -121,6 +123,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    COLUMN, ROW = ("mlp_up",), ("mlp_down",)
+
     def __init__(self, config: WanConfig):
         super().__init__()
         self.eps = config.eps

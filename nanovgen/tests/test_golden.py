@@ -53,7 +53,7 @@ def fill(name, *shape):
         return (1 + 0.2 * x).float()
     if leaf == "scale_shift_table" or len(shape) == 1:
         return ((0.5 if len(shape) > 1 else 0.2) * x).float()
-    plain = any(part in name for part in ("shared", "relative_attention_bias", "input:"))
+    plain = any(part in name for part in ("shared", "embed_tokens", "relative_attention_bias", "input:"))
     return (x if plain else 1.7 * x / math.sqrt(n / shape[0])).float()
 
 

@@ -11,7 +11,7 @@ LEVELS = [  # a file imports from earlier rows only
     {"mesh", "recipe"},
     {"attention", "vae", "text", "scheduler", "video"},
     {"ulysses", "ring", "attn2d", "cfg", "tp", "vae_parallel"},
-    {"wan", "checkpoint", "launch"},
+    {"wan", "cosmos", "checkpoint", "launch"},
     {"plan"},
     {"job"},
     {"summary"},

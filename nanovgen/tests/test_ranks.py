@@ -134,7 +134,7 @@ def formula(parallel: dict, request: dict, streams: list[int]) -> dict[str, int]
     """Bytes by the schemes' headers, over the steps: `streams` of each."""
     (width, height), frames = recipes.parse_size(request["size"]), request["frames"]
     latent = (frames - 1) // 4 + 1, height // 8, width // 8
-    work = plan.Work(latent[0] * latent[1] * latent[2] // 4, 8, WIDE.width, WIDE.ffn_dim, WIDE.num_layers, latent, 4)
+    work = plan.work(WIDE, latent, 4)
     config = ParallelConfig(**parallel | {"attn2d_size": tuple(parallel.get("attn2d_size", (1, 1)))})
     steps = [plan.bytes_sent(config, work, n) for n in streams]
     return {axis: sum(step.get(axis, 0) for step in steps) for axis in {*steps[0], *steps[-1]} - {"tp"}}
