@@ -77,13 +77,17 @@ def learning_rate(progress: float) -> float:
 
 
 class Budget:
-    """So many minutes of steps: iterating gives the share that is spent. Says every ten seconds how it goes."""
+    """So many minutes of steps: iterating gives the share that is spent. The first step, which compiles, is not counted; at
+    share 0 it moves nothing. Says every ten seconds how it goes."""
 
     def __init__(self, name: str, minutes: float):
         self.name, self.seconds, self.step, self.notes = name, 60 * minutes, 0, []
 
     def __iter__(self) -> Iterator[float]:
+        begun = time.time()
+        yield 0.0
         self.start = self.said = time.time()
+        print(f"{self.name}: first step in {self.start - begun:.0f} s", flush=True)
         while (progress := (time.time() - self.start) / self.seconds) < 1:
             yield progress
             self.step += 1

@@ -1,7 +1,9 @@
 """Stage "dit" of train_tiny.py: both towers of tiny-cosmos learn on the latents, one model for all levels of noise.
 
-Four fifths of a batch make video from text; in the others frame 0 is given, as in image-to-video. Prompts are padded on
-the left to one length, so that shapes never change; neither tower sees a pad.
+Four fifths of a batch make video from text; in the others frame 0 is given, as in image-to-video. Prompts are padded at
+their end to one length, so that shapes never change. Text is causal, so that no real token sees a pad; from the clip the
+pads are hidden. A clip comes right after its prompt in time but counts its rows and columns from 0, while a text token has
+its own number on all three axes: so it is the keys of the text that are moved up in time, each prompt's by its pads.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_vae import encode_clips, statistics
 
-from nanovgen.cosmos import KV, Cosmos, CosmosConfig, Projection, TextTower
+from nanovgen.cosmos import KV, Cosmos, CosmosConfig, Projection, TextTower, rope_table, rotate
 from nanovgen.recipe import NEGATIVE_PROMPT
 from nanovgen.vae import VAE
 
@@ -55,10 +57,10 @@ def dropped_captions(tokenizer: Tokenizer, count: int, rng: random.Random) -> li
 
 
 def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Ids (n, ROWS), padded on the left, and how many of each are real (n,)."""
+    """Ids (n, ROWS), padded at the end, and how many of each are real (n,)."""
     if longest := max(0, *(len(row) - ROWS for row in rows)):
         raise ValueError(f"a prompt is {longest} ids longer than the {ROWS} of a batch; raise ROWS")
-    return torch.tensor([[0] * (ROWS - len(row)) + row for row in rows]), torch.tensor([len(row) for row in rows])
+    return torch.tensor([row + [0] * (ROWS - len(row)) for row in rows]), torch.tensor([len(row) for row in rows])
 
 
 def masked_attend(q: Projection, k: Projection, v: Projection, prefix: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -70,13 +72,26 @@ def masked_attend(q: Projection, k: Projection, v: Projection, prefix: tuple[Ten
     return F.scaled_dot_product_attention(q, k, v, seen.expand(-1, -1, q.shape[2], -1)).transpose(1, 2)
 
 
-def predict(video: Cosmos, x: Tensor, timestep: Tensor, prefix: list[KV], real: Tensor, given: int) -> Tensor:
-    """Velocity of a batch whose prompts (mask `real`, (b, L)) are padded on the left."""
-    f, rows, columns = x.shape[2:]
-    context = video.context(prefix, f, rows, columns, clip_world.FPS, given)
-    seen = F.pad(real, (0, context.rope.shape[1]), value=True)[:, None, None]
+def turns(config: CosmosConfig) -> Tensor:
+    """Cos and sin (2, ROWS + 1, d/2) that move a key up in time by 0, 1 .. ROWS."""
+    return rope_table(F.pad(torch.arange(ROWS + 1.0)[None], (0, 0, 0, 2)), config)
+
+
+def encode_prompts(text: TextTower, turn: Tensor, ids: Tensor, lengths: Tensor) -> list[KV]:
+    """The prefix of padded prompts (b, L), each with its real tokens just before time L on the clip's time line."""
+    mine = turn[:, ids.shape[1] - lengths]  # 2 b d/2
+    return [(rotate(k.transpose(0, 1), mine).transpose(0, 1), v) for k, v in text(ids)]
+
+
+def predict(video: Cosmos, x: Tensor, timestep: Tensor, prefix: list[KV], lengths: Tensor, given: int) -> Tensor:
+    """Velocity of a batch of clips whose padded prompts have `lengths` (b,) real tokens."""
+    context = video.context(prefix, *x.shape[2:], clip_world.FPS, given)
+    L, S = prefix[0][0].shape[1], context.rope.shape[1]
+    place = torch.arange(L + S, device=x.device)
+    seen = ((place < lengths[:, None]) | (place >= L))[:, None, None]
     context = context._replace(prefix=[(*kv, seen) for kv in prefix])
-    return video(x, timestep, context, masked_attend)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):  # those that take a mask
+        return video(x, timestep, context, masked_attend)
 
 
 def start_towers(config: CosmosConfig, device: str) -> torch.nn.ModuleList:
@@ -99,25 +114,25 @@ def noise_levels(batch: int, device: str) -> Tensor:
     return tiny_layout.SHIFT * u / (1 + (tiny_layout.SHIFT - 1) * u)
 
 
-def velocity_loss(video: Cosmos, x0: Tensor, weight: Tensor, prefix: list[KV], real: Tensor, given: int) -> Tensor:
+def velocity_loss(video: Cosmos, x0: Tensor, weight: Tensor, prefix: list[KV], lengths: Tensor, given: int) -> Tensor:
     """Mean square of the velocity's error, without the given frames; what a shape passes counts three times."""
     sigma, noise = noise_levels(len(x0), x0.device), torch.randn_like(x0)
     x = torch.lerp(x0, noise, sigma.view(-1, 1, 1, 1, 1))
     x[:, :, :given] = x0[:, :, :given]
-    velocity = predict(video, x.to(prefix[0][0].dtype), 1000 * sigma, prefix, real, given).float()
+    velocity = predict(video, x.to(prefix[0][0].dtype), 1000 * sigma, prefix, lengths, given).float()
     weight = 1 + 2 * weight.float()[:, :, given:]
     return ((velocity - (noise - x0))[:, :, given:].square() * (weight / weight.mean())).mean()
 
 
-def batch_loss(model: torch.nn.ModuleList, ids: Tensor, real: Tensor, x0: Tensor, weight: Tensor) -> Tensor:
+def batch_loss(model: torch.nn.ModuleList, turn: Tensor, ids: Tensor, lengths: Tensor, x0: Tensor, weight: Tensor) -> Tensor:
     """Losses (2,) of the part from text and the part from a frame, which is the last GIVEN_SHARE-th."""
-    prefix = model[0](ids, real)
+    prefix = encode_prompts(model[0], turn, ids, lengths)
     image = max(1, len(x0) // GIVEN_SHARE)
     sizes = [len(x0) - image, image]
-    parts = zip(x0.split(sizes), weight.split(sizes), real.split(sizes), strict=True)
+    parts = zip(x0.split(sizes), weight.split(sizes), lengths.split(sizes), strict=True)
     prefixes = zip(*([*zip(k.split(sizes), v.split(sizes), strict=True)] for k, v in prefix), strict=True)
-    return torch.stack([velocity_loss(model[1], x, w, list(kv), r, given)
-                        for given, ((x, w, r), kv) in enumerate(zip(parts, prefixes, strict=True))])  # fmt: skip
+    return torch.stack([velocity_loss(model[1], x, w, list(kv), n, given)
+                        for given, ((x, w, n), kv) in enumerate(zip(parts, prefixes, strict=True))])  # fmt: skip
 
 
 def fit_towers(vae: VAE, args: argparse.Namespace, minutes: float) -> tuple[torch.nn.ModuleList, Tokenizer]:
@@ -134,18 +149,16 @@ def fit_towers(vae: VAE, args: argparse.Namespace, minutes: float) -> tuple[torc
         for part in (model[0], *model[1].layers):
             part.compile(dynamic=False)
     no_ids, no_lengths = (t.to(device) for t in padded(dropped_captions(tokenizer, 4096, random.Random(args.seed + 2))))
-    budget = Budget("dit", minutes)
+    turn, budget = turns(tiny_layout.COSMOS_CONFIG).to(device), Budget("dit", minutes)
     for progress in budget:
         pick = torch.randint(len(latents), (args.batch,), device=device)
         which, other = torch.randint(CAPTIONS, pick.shape, device=device), torch.randint(4096, pick.shape, device=device)
         drop = torch.rand(pick.shape, device=device) < 0.1
         prompt = torch.where(drop[:, None], no_ids[other], ids[pick, which])
         length = torch.where(drop, no_lengths[other], lengths[pick, which])
-        real = torch.arange(ROWS, device=device) >= ROWS - length[:, None]
         x0 = (latents[pick].float() - mean) / std
-        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):  # those that take a mask
-            losses = batch_loss(model, prompt, real, x0, weights[pick])
-            (losses @ losses.new_tensor([1 - 1 / GIVEN_SHARE, 1 / GIVEN_SHARE])).backward()
+        losses = batch_loss(model, turn, prompt, length, x0, weights[pick])
+        ((1 - 1 / GIVEN_SHARE) * losses[0] + losses[1] / GIVEN_SHARE).backward()
         rate = learning_rate(progress)
         masters.step(lr_matrices=args.lr_dit * rate, lr_rest=1e-3 * rate)
         budget.note(lambda loss: "loss from text {:.4f}, from a frame {:.4f}".format(*loss.tolist()), losses.detach())
