@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-GRIDS = ("native", "diffusers")
+GRIDS = ("native", "diffusers", "karras")
 
 
 def flow_sigmas(steps: int, shift: float, grid: str = "native") -> Tensor:
@@ -34,10 +34,21 @@ def flow_sigmas(steps: int, shift: float, grid: str = "native") -> Tensor:
     elif grid == "diffusers":
         u = np.linspace(1, 0.001, steps + 1)[:-1]
     else:
-        raise ValueError(f"sigma grid {grid!r} is not one of {', '.join(GRIDS)}")
+        raise ValueError(f"sigma grid {grid!r} is not one of {', '.join(GRIDS[:2])}")
     sigmas = torch.from_numpy(shift * u / (1 + (shift - 1) * u))  # numpy's grid: torch's differs in the last bit
     sigmas[0] = sigmas[0].clamp(max=1 - 1e-6)  # at 1 exactly lambda is -inf
     return torch.cat([sigmas, sigmas.new_zeros(1)])
+
+
+def karras_sigmas(steps: int, low: float = 0.147, high: float = 200.0) -> Tensor:
+    """Sigmas (steps + 1,) float64, last one 0, even in the 7th root of noise / signal (arXiv:2206.00364), then as flow's.
+
+    What Cosmos3's scheduler file asks for as shipped; no shift enters, and its published results are not made so.
+    """
+    if steps < 1:
+        raise ValueError(f"steps is {steps}; at least 1 is needed")
+    ratio = np.linspace(high ** (1 / 7), low ** (1 / 7), steps) ** 7
+    return torch.cat([torch.from_numpy(ratio / (1 + ratio)), torch.zeros(1, dtype=torch.float64)])
 
 
 def timesteps(sigmas: Tensor) -> list[int]:

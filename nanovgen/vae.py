@@ -1,6 +1,7 @@
-"""Wan VAE 2.1: video <-> latents, causal in time and streamed (Wan, arXiv:2503.20314, section 4.1).
+"""Wan VAE 2.1 and 2.2: video <-> latents, causal in time and streamed (Wan, arXiv:2503.20314, section 4.1).
 
-    video (b, 3, 1+4n, 8y, 8x) in [-1, 1]  <->  latents (b, 16, 1+n, y, x), normalised to mean 0 and std 1
+    2.1   video (b, 3, 1+4n, 8y, 8x) in [-1, 1]    <->  latents (b, 16, 1+n, y, x), normalised to mean 0 and std 1
+    2.2   video (b, 3, 1+4n, 16y, 16x) in [-1, 1]  <->  latents (b, 48, 1+n, y, x), as Cosmos3 uses it
 
 Every convolution in time looks back only, so a clip can be coded in chunks of any length: a layer keeps the last
 frames of its input in `Stream.cache` and puts them before the next chunk. An empty past is zeros, which is the causal
@@ -9,6 +10,9 @@ padding; so one long chunk and many short ones give the same numbers, and there 
 The first frame stands alone: temporal upsampling does not double it and temporal downsampling passes it by, so frame
 counts are 1 + 4n. In space, a 3x3 convolution needs a border of one row and column; `Stream.border` supplies it, zeros
 here and the neighbours' columns where the picture is split over ranks.
+
+2.2 ("residual") is the same network on 2x2 pixel patches, with a shortcut around each stage that has no weights: pixels
+and frames move into channels and are averaged on the way down (DC-AE, arXiv:2410.10733), and are repeated on the way up.
 
 Letters: b batch, c channels, f frames, y rows, x columns.
 """
@@ -29,6 +33,8 @@ class VAEConfig:
     base_dim: int = 96
     decoder_base_dim: int | None = None  # None: base_dim
     z_dim: int = 16
+    is_residual: bool = False  # Wan 2.2
+    patch_size: int | None = None  # 2.2: 2
     dim_mult: tuple[int, ...] = (1, 2, 4, 4)
     num_res_blocks: int = 2
     temperal_downsample: tuple[bool, ...] = (False, True, True)
@@ -40,11 +46,25 @@ class VAEConfig:
     @classmethod
     def read(cls, config: dict) -> "VAEConfig":
         """From config.json. Keys we do not know are ignored; a variant that we would compute wrongly is refused."""
-        for key, value in {"attn_scales": [], "is_residual": False, "patch_size": None}.items():
+        known = {f.name: config[f.name] for f in fields(cls) if f.name in config}
+        ours = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
+        fixed = {"attn_scales": [], "in_channels": 3 * ours.patch**2, "out_channels": 3 * ours.patch**2}
+        for key, value in fixed.items():
             if config.get(key, value) != value:
                 raise ValueError(f"vae config has {key}={config[key]!r}; this model knows {value!r} only")
-        known = {f.name: config[f.name] for f in fields(cls) if f.name in config}
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
+        if ours.is_residual != (ours.patch == 2):
+            raise ValueError(f"vae config has is_residual={ours.is_residual} with patch_size={ours.patch_size}; this model "
+                             "knows false with null (Wan 2.1) and true with 2 (Wan 2.2)")  # fmt: skip
+        return ours
+
+    @property
+    def patch(self) -> int:
+        return self.patch_size or 1
+
+    @property
+    def scale(self) -> int:
+        """Pixels, in rows and in columns, of a latent pixel."""
+        return self.patch * 2 ** (len(self.dim_mult) - 1)
 
 
 class Stream:
@@ -162,11 +182,11 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Twice the rows and columns, half the channels and, with `temporal`, twice the frames after the first."""
+    """Twice the rows and columns and, with `temporal`, twice the frames after the first."""
 
-    def __init__(self, c: int, temporal: bool):
+    def __init__(self, c: int, c_out: int, temporal: bool):
         super().__init__()
-        self.conv = nn.Conv2d(c, c // 2, 3)
+        self.conv = nn.Conv2d(c, c_out, 3)
         self.time_conv = CausalConv3d(c, 2 * c, (3, 1, 1)) if temporal else None
 
     def forward(self, x: Tensor, stream: Stream) -> Tensor:
@@ -184,30 +204,60 @@ class Upsample(nn.Module):
         return rearrange(h, "(b f) c y x -> b c f y x", b=b)
 
 
-class Stage(nn.Module):
-    """Residual blocks at one resolution, then the way to the next (none at the last)."""
+class Fold(nn.Module):
+    """2.2's shortcut down: t x s x s frames, rows and columns become channels, averaged in groups down to c_out."""
 
-    def __init__(self, c_in: int, c_out: int, blocks: int, resample: nn.Module | None):
+    def __init__(self, c_out: int, t: int, s: int):
         super().__init__()
-        self.resnets = nn.ModuleList(ResBlock(c_in if i == 0 else c_out, c_out) for i in range(blocks))
-        self.resample = resample
+        self.c_out, self.t, self.s = c_out, t, s
 
     def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        x = F.pad(x, (0, 0, 0, 0, -x.shape[2] % self.t, 0))  # the first frame has no partner: zeros before it
+        x = rearrange(x, "b c (f t) (y p) (x r) -> b (c t p r) f y x", t=self.t, p=self.s, r=self.s)
+        return x.unflatten(1, (self.c_out, -1)).mean(2)
+
+
+class Unfold(nn.Module):
+    """2.2's shortcut up: channels, repeated as often as needed, become t x s x s frames, rows and columns."""
+
+    def __init__(self, c_in: int, c_out: int, t: int, s: int):
+        super().__init__()
+        self.repeats, self.t, self.s = c_out * t * s * s // c_in, t, s
+
+    def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        first = stream.swap(self, x, 0) is None  # only marks that the first chunk has passed, as in Upsample
+        x = x.repeat_interleave(self.repeats, dim=1)
+        x = rearrange(x, "b (c t p r) f y x -> b c (f t) (y p) (x r)", t=self.t, p=self.s, r=self.s)
+        return x[:, :, self.t - 1 :] if first else x  # the first frame is not doubled
+
+
+class Stage(nn.Module):
+    """Residual blocks at one resolution, then the way to the next (none at the last); 2.2 adds a shortcut around both."""
+
+    def __init__(self, c_in: int, c_out: int, blocks: int, resample: nn.Module | None, shortcut: nn.Module | None = None):
+        super().__init__()
+        self.resnets = nn.ModuleList(ResBlock(c_in if i == 0 else c_out, c_out) for i in range(blocks))
+        self.resample, self.shortcut = resample, shortcut
+
+    def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        h = x
         for resnet in self.resnets:
-            x = resnet(x, stream)
-        return x if self.resample is None else self.resample(x, stream)
+            h = resnet(h, stream)
+        h = h if self.resample is None else self.resample(h, stream)
+        return h if self.shortcut is None else h + self.shortcut(x, stream)
 
 
 class Encoder(nn.Module):
     def __init__(self, config: VAEConfig):
         super().__init__()
         widths = [config.base_dim * m for m in (1, *config.dim_mult)]
-        last = len(config.dim_mult) - 1
-        self.conv_in = CausalConv3d(3, widths[0], 3)
-        self.stages = nn.ModuleList(
-            Stage(widths[i], c, config.num_res_blocks, Downsample(c, config.temperal_downsample[i]) if i < last else None)
-            for i, c in enumerate(widths[1:])
-        )
+        last, down = len(config.dim_mult) - 1, config.temperal_downsample
+        self.conv_in, self.stages = CausalConv3d(3 * config.patch**2, widths[0], 3), nn.ModuleList()
+        for i, c in enumerate(widths[1:]):
+            resample = Downsample(c, down[i]) if i < last else None
+            factors = (1 + down[i], 2) if i < last else (1, 1)
+            shortcut = Fold(c, *factors) if config.is_residual else None
+            self.stages.append(Stage(widths[i], c, config.num_res_blocks, resample, shortcut))
         self.mid, self.norm_out = Mid(widths[-1]), Norm(widths[-1], 3)
         self.conv_out = CausalConv3d(widths[-1], 2 * config.z_dim, 3)
 
@@ -225,11 +275,14 @@ class Decoder(nn.Module):
         widths = [(config.decoder_base_dim or config.base_dim) * m for m in reversed((*config.dim_mult, config.dim_mult[-1]))]
         up, last = config.temperal_downsample[::-1], len(config.dim_mult) - 1
         self.conv_in, self.mid = CausalConv3d(config.z_dim, widths[0], 3), Mid(widths[0])
-        self.stages = nn.ModuleList(
-            Stage(widths[i] // (2 if i else 1), c, config.num_res_blocks + 1, Upsample(c, up[i]) if i < last else None)
-            for i, c in enumerate(widths[1:])
-        )
-        self.norm_out, self.conv_out = Norm(widths[-1], 3), CausalConv3d(widths[-1], 3, 3)
+        self.stages, c_in = nn.ModuleList(), widths[0]
+        for i, c in enumerate(widths[1:]):
+            c_out = c if config.is_residual or i == last else c // 2  # 2.1 halves the width on the way up
+            resample = Upsample(c, c_out, up[i]) if i < last else None
+            shortcut = Unfold(c_in, c, 1 + up[i], 2) if config.is_residual and i < last else None
+            self.stages.append(Stage(c_in, c, config.num_res_blocks + 1, resample, shortcut))
+            c_in = c_out
+        self.norm_out, self.conv_out = Norm(widths[-1], 3), CausalConv3d(widths[-1], 3 * config.patch**2, 3)
 
     def forward(self, z: Tensor, stream: Stream) -> Tensor:
         x = self.mid(self.conv_in(z, stream), stream)
@@ -251,15 +304,17 @@ class VAE(nn.Module):
         self.post_quant_conv = CausalConv3d(config.z_dim, config.z_dim, 1)
 
     def hub_name(self, name: str) -> str:
-        """The checkpoint lists the encoder's blocks flat: stage i's two resnets, its downsampler, stage i+1's ..."""
+        """2.1 lists the encoder's blocks flat: stage i's two resnets, its downsampler, stage i+1's ...; 2.2 by stage."""
         side, part, *rest = name.split(".")
-        if part == "stages" and side == "encoder":
+        resamples, residual = part == "stages" and rest[1] == "resample", self.config.is_residual
+        if part == "stages" and side == "encoder" and not residual:
             stage, kind, *rest = rest
             index = int(stage) * (self.config.num_res_blocks + 1)
             index += int(rest.pop(0)) if kind == "resnets" else self.config.num_res_blocks
             name = ".".join([side, "down_blocks", str(index), *rest])
-        name = name.replace("decoder.stages.", "decoder.up_blocks.").replace(".resample.", ".upsamplers.0.")
-        resamples = "upsamplers.0.conv." in name or (part == "stages" and rest[0] == "conv")
+        down, up = ("downsampler", "upsampler") if residual else ("", "upsamplers.0")
+        name = name.replace("encoder.stages.", "encoder.down_blocks.").replace("decoder.stages.", "decoder.up_blocks.")
+        name = name.replace(".resample.", f".{down if side == 'encoder' else up}.")
         return (name.replace(".conv.", ".resample.1.") if resamples else name).replace(".mid.", ".mid_block.")
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -268,7 +323,8 @@ class VAE(nn.Module):
 
     def moments(self, video: Tensor, chunk: int | None = 1, stream: Stream | None = None) -> tuple[Tensor, Tensor]:
         """Mean and log-variance (b, z, 1+n, y, x) of the posterior, not normalised; `chunk` latent frames at a time."""
-        stream, chunk = stream or Stream(), chunk or video.shape[2]
+        stream, chunk, p = stream or Stream(), chunk or video.shape[2], self.config.patch
+        video = rearrange(video, "b c f (y q) (x r) -> b (c r q) f y x", q=p, r=p)
         sizes = [min(4 * chunk - 3, video.shape[2])]
         while rest := video.shape[2] - sum(sizes):
             sizes.append(min(4 * chunk, rest))
@@ -281,7 +337,7 @@ class VAE(nn.Module):
         return (self.moments(video, chunk, stream)[0] - mean) / std
 
     def decode(self, latents: Tensor, chunk: int | None = 1, stream: Stream | None = None) -> Iterator[Tensor]:
-        """Yield the video (b, 3, frames, 8y, 8x) in [-1, 1], `chunk` latent frames at a time (None: all at once).
+        """Yield the video (b, 3, frames, rows, columns) in [-1, 1], `chunk` latent frames at a time (None: all at once).
 
         Latents are cast to the weights' dtype here and nowhere else, after their scale is undone in fp32.
         """
@@ -289,4 +345,8 @@ class VAE(nn.Module):
         stream = stream or Stream()
         z = self.post_quant_conv((latents.float() * std + mean).to(self.post_quant_conv.weight.dtype), stream)
         for part in z.split(chunk or z.shape[2], dim=2):
-            yield self.decoder(part, stream).clamp(-1, 1)
+            yield self.unpatch(self.decoder(part, stream)).clamp(-1, 1)
+
+    def unpatch(self, x: Tensor) -> Tensor:
+        """What the decoder gives, (b, 3 p p, f, y, x), to pixels (b, 3, f, p y, p x)."""
+        return rearrange(x, "b (c r q) f y x -> b c f (y q) (x r)", q=self.config.patch, r=self.config.patch)

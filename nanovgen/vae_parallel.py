@@ -106,21 +106,21 @@ def decode(vae: VAE, latents: Tensor, chunk: int | None, axis: Axis, dim: int) -
     if axis.size == 1:
         yield from vae.decode(latents, chunk)
         return
-    size, waiting = latents.shape[dim], None
+    size, scale, waiting = latents.shape[dim], vae.config.scale, None
     for part in vae.decode(cut_strip(latents, axis, dim), chunk, StripStream(axis, dim, size)):
-        sent = start_join(part, axis, dim, size, scale=8)
+        sent = start_join(part, axis, dim, size, scale)
         if waiting is not None:
-            yield join(waiting, axis, dim, size, scale=8)
+            yield join(waiting, axis, dim, size, scale)
         waiting = sent
-    yield join(waiting, axis, dim, size, scale=8)
+    yield join(waiting, axis, dim, size, scale)
 
 
 def encode(vae: VAE, video: Tensor, chunk: int | None, axis: Axis, dim: int) -> Tensor:
     """As VAE.encode, whole latents on every rank of the axis."""
     if axis.size == 1:
         return vae.encode(video, chunk)
-    size = video.shape[dim] // 8
-    strip = vae.encode(cut_strip(video, axis, dim, scale=8), chunk, StripStream(axis, dim, size))
+    size, scale = video.shape[dim] // vae.config.scale, vae.config.scale
+    strip = vae.encode(cut_strip(video, axis, dim, scale), chunk, StripStream(axis, dim, size))
     return join(start_join(strip, axis, dim, size), axis, dim, size)
 
 
