@@ -1,0 +1,97 @@
+"""tiny-cosmos' training: the padded batch computes what generation does, steps lower the loss, and its folder is whole."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import tiny_layout
+import tiny_text
+import torch
+import train_cosmos
+from muon import Masters
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+from nanovgen.cosmos import Cosmos, CosmosConfig, TextTower
+
+SMALL = replace(tiny_layout.COSMOS_CONFIG, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tiny_text.build_tokenizer(SMALL.vocab_size)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("given", (0, 1))
+def test_padded_prompts_train_what_generation_runs(given, one_thread):
+    torch.manual_seed(0)
+    text, video = TextTower(SMALL), Cosmos(SMALL)
+    rows = [[5] * 7 + list(range(20)), list(range(90)), [9, 8, 7]]
+    ids, lengths = train_cosmos.padded(rows)
+    x, timestep = torch.randn(3, 48, 3, 4, 6), torch.tensor([900.0, 500.0, 20.0])
+    prefix = train_cosmos.encode_prompts(text, train_cosmos.turns(SMALL), ids, lengths)
+    found = train_cosmos.predict(video, x, timestep, prefix, lengths, given)
+    for i, row in enumerate(rows):
+        context = video.context(text(torch.tensor([row])), 3, 4, 6, 16, given)
+        alone = video(x[i : i + 1], timestep[i : i + 1], context)
+        error = (found[i : i + 1] - alone).norm() / alone.norm()
+        print(f"{len(row)} ids, {given} frames given: {error:.1e}")
+        assert error < 1e-5
+
+
+def test_steps_lower_the_loss(one_thread):
+    torch.manual_seed(0)
+    model, turn = train_cosmos.start_towers(SMALL, "cpu"), train_cosmos.turns(SMALL)
+    masters = Masters(model, matrices=lambda name, p: p.ndim == 2 and "layers." in name)
+    x0, weight = torch.randn(10, 48, 1, 1, 1).expand(-1, -1, 3, 4, 6), torch.ones(10, 1, 3, 4, 6)
+    ids, lengths = torch.randint(SMALL.vocab_size, (10, train_cosmos.ROWS)), torch.randint(3, train_cosmos.ROWS, (10,))
+    losses = []
+    for _ in range(30):
+        losses.append(train_cosmos.batch_loss(model, turn, ids, lengths, x0, weight))
+        losses[-1].mean().backward()
+        masters.step(5e-3, 5e-3)
+    first, last = losses[0].tolist(), torch.stack(losses[-5:]).mean(0).tolist()
+    print(first, last)
+    assert all(b < 0.8 * a for a, b in zip(first, last, strict=True))
+
+
+def test_given_frames_reach_the_model_clean_and_carry_no_loss(one_thread):
+    class Echo(torch.nn.Module):
+        def context(self, prefix, f, y, x, fps, given):
+            return Cosmos.context(Cosmos(SMALL), prefix, f, y, x, fps, given)
+
+        def forward(self, x, timestep, context, attend):
+            self.seen = x
+            return torch.full_like(x, 1e6 if context.given else 0).index_fill(2, torch.arange(1, x.shape[2]), 0)
+
+    video, x0 = Echo(), torch.randn(2, 48, 3, 4, 6)
+    prefix = TextTower(SMALL)(torch.zeros(2, 8, dtype=torch.long))
+    loss = train_cosmos.velocity_loss(video, x0, torch.ones(2, 1, 3, 4, 6), prefix, torch.tensor([8, 3]), 1)
+    assert torch.equal(video.seen[:, :, 0], x0[:, :, 0]) and not torch.equal(video.seen[:, :, 1], x0[:, :, 1])
+    assert loss < 10
+
+
+def test_every_prompt_fits_and_ends_as_generation_has_it(tokenizer):
+    clips, rows = train_cosmos.draw_captions((0, 300, tokenizer.to_str()))
+    dropped = train_cosmos.dropped_captions(tokenizer, 200, random.Random(0))
+    assert len(rows) == len(clips) * train_cosmos.CAPTIONS and train_cosmos.padded(rows)[0].max() < SMALL.vocab_size
+    end = [tokenizer.token_to_id(word) for word in ("<|im_end|>", "<|vision_start|>")]
+    assert all(row[-2:] == end for row in rows + dropped)
+    assert tokenizer.encode(tiny_text.chat(tiny_text.dress("", True))).ids in dropped
+    with pytest.raises(ValueError, match="1 ids longer than the 94"):
+        train_cosmos.padded([[0] * 95])
+
+
+def test_folder_holds_both_towers(tmp_path, tokenizer):
+    text, video = TextTower(SMALL), Cosmos(SMALL)
+    tiny_layout.save_towers(text, video, tokenizer, tiny_layout.COSMOS_VAE_CONFIG, tmp_path)
+    assert CosmosConfig.read(json.loads((tmp_path / "transformer" / "config.json").read_text())) == SMALL
+    with safe_open(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+    for tower in (text, video):
+        own = {tower.hub_name(name) for name in tower.state_dict()}
+        assert own <= names and all(tower.foreign(name) for name in names - own)
+    saved = Tokenizer.from_file(str(tmp_path / "text_tokenizer" / "tokenizer.json"))
+    assert saved.encode("a red circle, straße").ids == tokenizer.encode("a red circle, straße").ids
