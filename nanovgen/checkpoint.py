@@ -20,8 +20,9 @@ from torch import nn
 from nanovgen.recipe import read_json
 
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
-PARTS = ("model_index.json", "scheduler/*", "tokenizer/*", *(f"{part}/*.{end}" for end in ("json", "safetensors")
-         for part in ("text_encoder", "transformer", "transformer_2", "vae")))  # fmt: skip
+PARTS = ("model_index.json", "scheduler/*", "tokenizer/*", "text_tokenizer/*", "assets/*.json",
+         *(f"{part}/*.{end}" for end in ("json", "safetensors")
+           for part in ("text_encoder", "transformer", "transformer_2", "vae")))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Component:
     folder: Path
     shards: dict[Path, dict[str, tuple[int, ...]]]
     stored_bytes: int
+    sizes: dict[str, int]  # bytes, by tensor name
 
     @property
     def config(self) -> dict:
@@ -89,17 +91,17 @@ def open_component(folder: Path) -> Component:
         raise ValueError(f"{folder} holds {pickled[0]}, a pickle, which is never opened; convert it to safetensors")
     elif len(files) != 1:
         raise ValueError(f"{folder} holds {len(files)} safetensors files and no index; one file, or an index, is needed")
-    shards, total = {}, 0
+    shards, sizes = {}, {}
     for path in files:
-        shards[path], size = read_header(path)
-        total += size
+        shards[path], own = read_header(path)
+        sizes |= own
     if indices:
-        check_index(indices[0], index, shards, total)
-    return Component(folder, shards, total)
+        check_index(indices[0], index, shards, sum(sizes.values()))
+    return Component(folder, shards, sum(sizes.values()), sizes)
 
 
-def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Names and shapes in a safetensors file, and its data's bytes, without reading the data."""
+def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+    """Names and shapes in a safetensors file, and bytes by name, without reading the data."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -119,7 +121,8 @@ def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], int]:
             raise ValueError(f"{path}: {name} is {entry['dtype']} {entry['shape']} in {end - begin} bytes")
     if sum(end - begin for begin, end in (entry["data_offsets"] for entry in header.values())) != data:
         raise ValueError(f"{path} has tensors that overlap, or gaps between them; download it again")
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}, data
+    sizes = {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in header.items()}
+    return {name: tuple(entry["shape"]) for name, entry in header.items()}, sizes
 
 
 def check_index(path: Path, index: dict, shards: dict[Path, dict], total: int) -> None:
@@ -150,9 +153,12 @@ def build(model_class: type[nn.Module], config: object) -> nn.Module:
 
 
 def check(model: nn.Module, component: Component) -> None:
-    """Refuse a component whose names or shapes are not the model's, in either direction."""
-    found = {name: shape for header in component.shards.values() for name, shape in header.items()}
-    cut = sliced(model)
+    """Refuse a component whose names or shapes are not the model's, in either direction.
+
+    A model whose files hold another's weights too (Cosmos3's two towers) says by `foreign` which names those are.
+    """
+    foreign, cut = getattr(model, "foreign", lambda name: False), sliced(model)
+    found = {name: shape for header in component.shards.values() for name, shape in header.items() if not foreign(name)}
     wanted = {model.hub_name(name): whole_shape(cut, name, p) for name, p in model.state_dict().items()}
     compare_names(str(component.folder), set(wanted), set(found), "tensors")
     if wrong := [name for name in wanted if wanted[name] != found[name]]:
@@ -192,7 +198,7 @@ def load(model: nn.Module, component: Component, device: torch.device, dtype: to
     weights, cut = {}, sliced(model)
     for path, header in component.shards.items():
         with safe_open(path, framework="pt", device="cpu") as shard:  # mapped, not read
-            for theirs in header:
+            for theirs in header.keys() & ours.keys():
                 name = ours[theirs]
                 tensor = read_slice(shard, theirs, *cut[name]) if name in cut else shard.get_tensor(theirs)
                 weights[name] = tensor.to(device, final_dtype(model, name, dtype), copy=True)

@@ -7,6 +7,7 @@ the latents are on disk, and the message says how to go on from them.
 """
 
 import json
+import os
 import resource
 import shlex
 import time
@@ -23,10 +24,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanovgen import attention, cfg, checkpoint, mesh, plan, scheduler, summary, tp, vae_parallel, video
-from nanovgen.job import Job
+from nanovgen.cosmos import KV, Cosmos
+from nanovgen.cosmos import Context as CosmosContext
+from nanovgen.job import Job, find_preset
 from nanovgen.recipe import Request, parse_size
 from nanovgen.text import encode_prompt
-from nanovgen.wan import Context, Wan
+from nanovgen.wan import Context as WanContext
+from nanovgen.wan import Wan
 
 
 class Stages:
@@ -51,9 +55,10 @@ class Stages:
 
 def load(job: Job, part: str, stages: Stages) -> nn.Module:
     component, model = job.components[part], job.models[part]
-    if part.startswith("transformer"):
+    total = sum(component.sizes[model.hub_name(name)] for name in model.state_dict())
+    if part != "vae" and part != "text_encoder":
         model = tp.split(model, job.mesh.tp)
-    with stages("load"), bar(job, total=component.stored_bytes, unit="B", unit_scale=True, desc=f"load {part}") as progress:
+    with stages("load"), bar(job, total=total, unit="B", unit_scale=True, desc=f"load {part}") as progress:
         return checkpoint.load(model, component, job.device, torch.float32 if part == "vae" else job.dtype, progress.update)
 
 
@@ -73,41 +78,64 @@ def own_streams(job: Job) -> set[int]:
     return {i for t in job.times for i in cfg.mine(1 if job.guidance(t) == 1 else 2, job.mesh.cfg)}
 
 
-def encode_texts(job: Job, stages: Stages) -> dict[int, Tensor]:
-    """States (1, rows, C) of the texts that this rank's half uses, by stream."""
-    encoder = load(job, "text_encoder", stages)
+Text = Tensor | list[KV]  # what the denoiser sees of a text: Wan states (1, rows, C), Cosmos3 keys and values by layer
+
+
+def encode_texts(job: Job, stages: Stages) -> dict[int, Text]:
+    """The texts that this rank's half uses, read once each, by stream."""
+    encoder = load(job, "text_tower" if job.preset.family == "cosmos" else "text_encoder", stages)
     with stages("text"):
-        tokenizer, states = job.tokenizer, {}
+        found = {}
         for stream in own_streams(job):
-            what, text = (("prompt", job.request.prompt), ("negative prompt", job.negative))[stream]
-            ids, _ = tokenizer(text)
-            states[stream] = check_finite(encode_prompt(encoder, ids, tokenizer.limit), f"text encoding ({what})")
-    return states
+            ids, name = job.tokenizer(job.texts[stream]), f"text encoding ({('prompt', 'negative prompt')[stream]})"
+            if job.preset.family == "cosmos":
+                found[stream] = encoder(torch.tensor([ids], device=job.device))
+                check_finite(found[stream][-1][1], name)
+            else:
+                found[stream] = check_finite(encode_prompt(encoder, ids[0], job.tokenizer.limit), name)
+    if job.preset.family == "cosmos" and not frees_text_tower(job):
+        job.kept.append(encoder)
+    return found
+
+
+def frees_text_tower(job: Job) -> bool:
+    """By --free-text-tower; auto keeps it only where half the device's memory would hold both towers."""
+    if job.request.free_text_tower != "auto":
+        return job.request.free_text_tower == "yes"
+    towers = 2 * summary.weight_bytes(job, "text_tower")
+    memory = (torch.cuda.get_device_properties(job.device).total_memory if job.device.type == "cuda" else
+              os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))  # fmt: skip
+    return 2 * towers > memory
 
 
 def image_condition(job: Job, stages: Stages) -> Tensor:
-    """What image-to-video puts beside the noise: a mask (1, 4, f, y, x), 1 on frame 0, and the image's latents.
+    """What image-to-video is given. Cosmos3: the image's latents (1, 48, 1, y, x), which are the clip's first.
 
-    The latents are those of a clip whose first frame is the image and whose others are mid-grey.
+    Wan: a mask (1, 4, f, y, x), 1 on frame 0, and the latents of a clip whose first frame is the image and whose others
+    are mid-grey, to stand beside the noise.
     """
-    latents = torch.empty(1, 16, *job.latent_shape, device=job.device)
+    (f, y, x), (width, height), cosmos = job.latent_shape, parse_size(job.request.size), job.preset.family == "cosmos"
+    latents = torch.empty(1, job.preset.latent[0], 1 if cosmos else f, y, x, device=job.device)
     if job.mesh.vae is not None:  # the ranks of the parallel VAE; the others are told
         vae = load(job, "vae", stages)
         with stages("image"):
-            image = video.read_image(job.request.image, *parse_size(job.request.size))
-            clip = torch.cat([image, image.new_zeros(1, 3, job.request.frames - 1, *image.shape[3:])], dim=2).to(job.device)
-            latents = vae_parallel.encode(vae, clip, job.request.chunk or None, job.mesh.vae, split_dim(job))
-    latents = mesh.broadcast(latents, job.mesh.world)
+            clip = video.read_image(job.request.image, width, height, cover=cosmos)
+            if not cosmos:  # the VAE is causal: Cosmos3's first latent frame depends on the first picture alone
+                clip = torch.cat([clip, clip.new_zeros(1, 3, job.request.frames - 1, height, width)], dim=2)
+            latents = vae_parallel.encode(vae, clip.to(job.device), job.request.chunk or None, job.mesh.vae, split_dim(job))
+    latents = check_finite(mesh.broadcast(latents, job.mesh.world), "image encoding")
+    if cosmos:
+        return latents
     mask = torch.zeros_like(latents[:, :4])
     mask[:, :, 0] = 1
-    return check_finite(torch.cat([mask, latents], dim=1), "image encoding")
+    return torch.cat([mask, latents], dim=1)
 
 
 def split_dim(job: Job) -> int:
     return vae_parallel.DIMS[job.recipe.parallel_config.parallel_vae_split_dim]
 
 
-def velocity(job: Job, model: nn.Module, x: Tensor, t: int, contexts: dict[int, Context]) -> Tensor:
+def velocity(job: Job, model: nn.Module, x: Tensor, t: int, contexts: dict[int, object]) -> Tensor:
     """Guided velocity, fp32, the same on every rank; guidance 1 runs the prompt alone."""
     attend = plan.bind(job.recipe.parallel_config, job.mesh, job.tokens, attention.KERNELS[job.kernel])
     x, time, guidance = x.to(job.dtype), torch.tensor([t], device=x.device), job.guidance(t)
@@ -116,20 +144,27 @@ def velocity(job: Job, model: nn.Module, x: Tensor, t: int, contexts: dict[int, 
     return cfg.guide(found, guidance)
 
 
-def denoise(job: Job, texts: dict[int, Tensor], condition: Tensor | None, stages: Stages) -> Tensor:
-    """Latents (1, 16, f, y, x), fp32 on the device."""
+def make_context(job: Job, model: Wan | Cosmos, text: Text) -> WanContext | CosmosContext:
+    if isinstance(model, Cosmos):
+        return model.context(text, *job.latent_shape, job.request.fps, given=int(job.request.image is not None))
+    return model.context(text, *job.latent_shape)
+
+
+def denoise(job: Job, texts: dict[int, Text], condition: Tensor | None, stages: Stages) -> Tensor:
+    """Latents (1, c, f, y, x), fp32 on the device."""
     experts = {part: load(job, part, stages) for part in job.models if part.startswith("transformer")}
     with stages("denoise"):
-        contexts = {
-            part: {i: model.context(text, *job.latent_shape) for i, text in texts.items()} for part, model in experts.items()
-        }
+        contexts = {part: {i: make_context(job, model, text) for i, text in texts.items()} for part, model in experts.items()}
         generator = torch.Generator().manual_seed(job.request.seed)  # on the CPU: the same on every machine
-        x = torch.randn(1, 16, *job.latent_shape, generator=generator).to(job.device)
+        x = torch.randn(1, job.preset.latent[0], *job.latent_shape, generator=generator).to(job.device)
+        if job.preset.family == "cosmos" and condition is not None:
+            x[:, :, :1], condition = condition, None  # known, and the model moves it nowhere
         state, step = scheduler.SOLVERS[job.request.solver]
         with bar(job, total=len(job.times), desc="denoise", unit="step") as progress:
             for i, t in enumerate(job.times):
                 part = job.expert(t)
-                progress.set_postfix(expert="high" if part == "transformer" else "low", refresh=False)
+                if len(experts) > 1:
+                    progress.set_postfix(expert="high" if part == "transformer" else "low", refresh=False)
                 given = x if condition is None else torch.cat([x, condition], dim=1)
                 v = velocity(job, experts[part], given, t, contexts[part])
                 state, x = step(state, job.sigmas, i, x, v)
@@ -165,7 +200,8 @@ def resume(request: Request) -> Request:
         with safe_open(request.latents, framework="pt") as file:
             stored = Request(**json.loads(file.metadata()["request"]))
             shape, (width, height) = file.get_slice("latents").get_shape(), parse_size(stored.size)
-            wanted = [1, 16, (stored.frames - 1) // 4 + 1, height // 8, width // 8]
+            channels, pixels = find_preset(stored.model)[1].latent
+            wanted = [1, channels, (stored.frames - 1) // 4 + 1, height // pixels, width // pixels]
             if shape != wanted:
                 raise ValueError(f"they are {shape} and its request gives {wanted}")
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -215,8 +251,7 @@ def generate(job: Job) -> dict:
         if job.request.latents:
             latents, saved = read_latents(job), Path(job.request.latents)
         else:
-            head_dim = next(m for m in job.models.values() if isinstance(m, Wan)).config.attention_head_dim
-            attention.prove(attention.KERNELS[job.kernel], job.device, job.dtype, head_dim)
+            attention.prove(attention.KERNELS[job.kernel], job.device, job.dtype, job.work.head_dim)
             texts = encode_texts(job, stages)
             condition = image_condition(job, stages) if job.request.image else None
             latents = denoise(job, texts, condition, stages)

@@ -5,14 +5,16 @@ Every rank prepares the same job from the same request; only the mesh, opened la
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from nanovgen import attention, plan, scheduler, video
+from nanovgen import attention, dress, plan, scheduler, video
 from nanovgen.checkpoint import Component, build, check, locate, open_component
+from nanovgen.cosmos import Cosmos, CosmosConfig, TextTower
+from nanovgen.dress import ChatTokenizer
 from nanovgen.mesh import Mesh
 from nanovgen.recipe import PRESETS, Preset, Recipe, Request, negative_text, parse_size, read_json, resolve
 from nanovgen.text import UMT5, PromptTokenizer, UMT5Config
@@ -20,6 +22,7 @@ from nanovgen.vae import VAE, VAEConfig
 from nanovgen.wan import Wan, WanConfig
 
 KNOWN_KERNELS = ("fa2", "fa3", "fa4")  # of recipes; installed apart from torch
+CONFIGS = {"wan": WanConfig, "cosmos": CosmosConfig}
 HERE = Path(__file__).resolve().parent.parent / "weights"
 
 
@@ -31,6 +34,7 @@ class Job:
     request: Request
     recipe: Recipe
     name: str
+    preset: Preset
     models: dict[str, nn.Module]
     components: dict[str, Component]
     folder: Path | None
@@ -42,13 +46,20 @@ class Job:
     device: torch.device
     dtype: torch.dtype
     kernel: str
-    tokenizer: PromptTokenizer | None = None  # None: latents are decoded, or a dry run without files
+    tokenizer: PromptTokenizer | ChatTokenizer | None = None  # None: latents are decoded, or a dry run without files
     stand_in: str = ""  # said where another kernel than the recipe's runs
+    kept: list = field(default_factory=list, compare=False)  # Cosmos3's text tower, where it need not leave the device
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
-        width, height = parse_size(self.request.size)
-        return (self.request.frames - 1) // 4 + 1, height // 8, width // 8
+        (width, height), pixels = parse_size(self.request.size), self.preset.latent[1]
+        return (self.request.frames - 1) // 4 + 1, height // pixels, width // pixels
+
+    @property
+    def texts(self) -> list[str]:
+        """What the text side reads, by guidance stream: the prompt and, where a pass uses it, the negative prompt."""
+        plain = [self.request.prompt, *([] if self.negative is None else [self.negative])]
+        return plain if self.preset.family == "wan" else [dressed(self.request, text, i > 0) for i, text in enumerate(plain)]
 
     @property
     def work(self) -> plan.Work:
@@ -58,7 +69,7 @@ class Job:
     @property
     def tokens(self) -> int:
         f, y, x = self.latent_shape
-        return f * (y // 2) * (x // 2)
+        return f * -(-y // 2) * -(-x // 2)
 
     def expert(self, time: int) -> str:
         """Which transformer serves integer time `time`: the first above the boundary, the second below."""
@@ -70,57 +81,77 @@ class Job:
         return self.request.guidance if low is None or self.expert(time) == "transformer" else low
 
 
+def dressed(request: Request, text: str, negative: bool) -> str:
+    """Cosmos3's chat around a prompt, by --dressing."""
+    sentences = {"full": True, "chat": False, "bare": False}.get(request.dressing)
+    said = dress.dress(text, request.frames, request.fps, parse_size(request.size), sentences, negative)
+    return dress.chat(said, request.frames, system=request.dressing != "bare")
+
+
 def find_preset(model: str) -> tuple[str, Preset, Path | None]:
     """The name, defaults and folder of what --model says. A known model's files are not touched yet."""
     for name, preset in PRESETS.items():
         if model in (name, preset.repo):
             folder = HERE / name if (HERE / name).is_dir() else None
-            if name == "tiny-wan" and folder is None:
-                raise ValueError(f"tiny-wan comes with the repository and is not at {HERE}; run from a clone, or give its folder")
+            if name.startswith("tiny-") and folder is None:
+                raise ValueError(f"{name} comes with the repository and is not at {HERE}; run from a clone, or give its folder")
             return name, preset, folder
     folder = locate(model)
-    index = read_json(folder / "model_index.json")
-    config = WanConfig.read(read_json(folder / "transformer" / "config.json"))
+    index, config = read_json(folder / "model_index.json"), read_json(folder / "transformer" / "config.json")
+    family = "cosmos" if str(config.get("_class_name")).startswith("Cosmos3") else "wan"
+    kind, config = CONFIGS[family], CONFIGS[family].read(config)
     experts = 2 if (folder / "transformer_2").is_dir() or "transformer_2" in index else 1
-    alike = [(n, p) for n, p in PRESETS.items() if WanConfig(**p.transformer) == config and p.experts == experts]
-    alike += [(n, p) for n, p in PRESETS.items() if WanConfig(**p.transformer).in_channels == config.in_channels
-              and p.experts == experts and n != "tiny-wan"]  # fmt: skip
+    known = [(n, p) for n, p in PRESETS.items() if p.family == family and p.experts == experts]
+    alike = [(n, p) for n, p in known if kind(**p.transformer) == config]
+    alike += [(n, p) for n, p in known if not n.startswith("tiny-")
+              and (family == "cosmos" or kind(**p.transformer).in_channels == config.in_channels)]  # fmt: skip
     if not alike:
-        raise ValueError(f"{model} has {config.in_channels} input channels and {experts} transformers; no known model is so")
+        channels = f"{config.in_channels} input channels and " if family == "wan" else ""
+        raise ValueError(f"{model} has {channels}{experts} transformers; no known model is so")
     name, preset = alike[0]
     if experts == 2 and index.get("boundary_ratio") is not None:
         preset = replace(preset, boundary=index["boundary_ratio"])
     return name, preset, folder
 
 
-def own_shift(folder: Path | None) -> float | None:
-    """The flow shift in the checkpoint's scheduler file. Ours may differ: the table holds the model authors' own."""
-    if folder is None:
-        return None
-    config = read_json(folder / "scheduler" / "scheduler_config.json")
-    if config.get("prediction_type", "flow_prediction") != "flow_prediction":
-        raise ValueError(f"{folder}: the scheduler predicts {config['prediction_type']}; these models predict flow")
-    return config.get("flow_shift")
+def stored_schedule(folder: Path | None) -> scheduler.Stored | None:
+    """What the checkpoint's scheduler file asks for. Ours may differ: the table holds the model authors' own."""
+    return folder and scheduler.stored_schedule(read_json(folder / "scheduler" / "scheduler_config.json"))
 
 
 def blueprint(preset: Preset) -> dict[str, nn.Module]:
     """A known model's parts on meta, from the table, with no file."""
+    config, vae = CONFIGS[preset.family](**preset.transformer), build(VAE, VAEConfig(**preset.vae))
+    if preset.family == "cosmos":
+        return {"text_tower": build(TextTower, config), "transformer": build(Cosmos, config), "vae": vae}
     parts = ["transformer", "transformer_2"][: preset.experts]
-    return {"text_encoder": build(UMT5, UMT5Config()),
-            **{part: build(Wan, WanConfig(**preset.transformer)) for part in parts},
-            "vae": build(VAE, VAEConfig())}  # fmt: skip
+    return {"text_encoder": build(UMT5, UMT5Config()), **{part: build(Wan, config) for part in parts}, "vae": vae}
 
 
-def open_models(folder: Path, parts: list[str]) -> tuple[dict[str, nn.Module], dict[str, Component]]:
+def open_models(folder: Path, parts: dict[str, tuple[str, type, type]]) -> tuple[dict[str, nn.Module], dict[str, Component]]:
     """Build the parts on meta by their config files, and hold every name and shape against their headers."""
-    kinds = {"text_encoder": (UMT5, UMT5Config), "vae": (VAE, VAEConfig)}
-    models, components = {}, {}
-    for part in parts:
-        kind, config = kinds.get(part, (Wan, WanConfig))
-        components[part] = open_component(folder / part)
+    models, components, opened = {}, {}, {}
+    for part, (where, kind, config) in parts.items():
+        if where not in opened:
+            opened[where] = open_component(folder / where)
+        components[part] = opened[where]
         models[part] = build(kind, config.read(components[part].config))
         check(models[part], components[part])
     return models, components
+
+
+def wanted_parts(job: Job) -> dict[str, tuple[str, type, type]]:
+    """The parts that this job runs: folder, model and config class of each."""
+    vae = {"vae": ("vae", VAE, VAEConfig)}
+    if job.request.latents:
+        return vae
+    if job.preset.family == "cosmos":
+        return {
+            "text_tower": ("transformer", TextTower, CosmosConfig),
+            "transformer": ("transformer", Cosmos, CosmosConfig),
+        } | vae
+    experts = sorted({job.expert(t) for t in job.times}) if job.preset.experts == 2 else ["transformer"]
+    return {"text_encoder": ("text_encoder", UMT5, UMT5Config), **{part: (part, Wan, WanConfig) for part in experts}} | vae
 
 
 def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, world: int = 1, forked: bool = False) -> Job:
@@ -136,25 +167,26 @@ def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, 
         raise ValueError(f"boundary is {request.boundary} and {request.model} has one transformer; leave --boundary out")
     if request.solver not in scheduler.SOLVERS:
         raise ValueError(f"solver {request.solver!r} is not one of {', '.join(scheduler.SOLVERS)}")
-    sigmas = scheduler.flow_sigmas(request.steps, request.shift, request.grid)
+    check_dressing(request, preset)
+    sigmas = (scheduler.karras_sigmas(request.steps) if request.grid == "karras" else
+              scheduler.flow_sigmas(request.steps, request.shift, request.grid))  # fmt: skip
     device, dtype, kernel, stand_in = place(request, recipe, forked)
     times, out = scheduler.timesteps(sigmas), output_path(request)
-    job = Job(request, recipe, name, {}, {}, None, sigmas, times, None, out, Mesh(), device, dtype, kernel, None, stand_in)
-    if not request.latents and any(job.guidance(t) != 1 for t in job.times):
-        job = replace(job, negative=negative_text(request))
+    job = Job(
+        request, recipe, name, preset, {}, {}, None, sigmas, times, None, out, Mesh(), device, dtype, kernel, None, stand_in
+    )
     if not dry_run:
         check_place(job)
     if dry_run and folder is None:
         models, components = blueprint(preset), {}
     else:
         folder = folder or locate(preset.repo)
-        experts = sorted({job.expert(t) for t in job.times}) if preset.experts == 2 else ["transformer"]
-        models, components = open_models(folder, ["vae"] if request.latents else ["text_encoder", *experts, "vae"])
-    tokenizer = None
+        models, components = open_models(folder, wanted_parts(job))
+    if not request.latents and any(job.guidance(t) != 1 for t in job.times):
+        job = replace(job, negative=negative(request, preset, folder))
+    job = replace(job, models=models, components=components, folder=folder)
     if components and not request.latents:
-        tokenizer = PromptTokenizer(folder / "tokenizer")
-        check_fit(models, tokenizer)
-    job = replace(job, models=models, components=components, folder=folder, tokenizer=tokenizer)
+        job = replace(job, tokenizer=open_tokenizer(job))
     check_image(job)
     if request.latents:
         plan.check_world(recipe.parallel_config, world)
@@ -164,30 +196,61 @@ def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, 
     return job
 
 
-def check_fit(models: dict[str, nn.Module], tokenizer: PromptTokenizer) -> None:
-    """Refuse parts of two checkpoints: each may be whole and the run still die, or read wrong rows."""
-    text, tokens = models["text_encoder"].config, tokenizer.tokenizer.get_vocab_size()
-    for part, model in models.items():
-        if isinstance(model, Wan) and model.config.text_dim != text.d_model:
-            raise ValueError(f"{part} takes text of width {model.config.text_dim} and the text encoder gives {text.d_model}")
-    if tokens > text.vocab_size:
-        raise ValueError(f"the tokenizer has {tokens} tokens and the text encoder knows {text.vocab_size} tokens only")
+def check_dressing(request: Request, preset: Preset) -> None:
+    if request.dressing not in ("auto", "full", "chat", "bare"):
+        raise ValueError(f"dressing {request.dressing!r} is not one of auto, full, chat, bare")
+    if request.free_text_tower not in ("auto", "yes", "no"):
+        raise ValueError(f"free-text-tower {request.free_text_tower!r} is not one of auto, yes, no")
+    if preset.family == "wan" and (request.dressing, request.free_text_tower) != ("auto", "auto"):
+        raise ValueError(f"--dressing and --free-text-tower are Cosmos3's; leave them out with {request.model}")
+
+
+def negative(request: Request, preset: Preset, folder: Path | None) -> str:
+    """The negative prompt in use: what was given, else the checkpoint's own, else ours (for Cosmos3 the empty one)."""
+    if request.negative_prompt is not None or preset.family == "wan":
+        return negative_text(request)
+    return (folder and dress.read_negative(folder)) or ""
+
+
+def open_tokenizer(job: Job) -> PromptTokenizer | ChatTokenizer:
+    """The checkpoint's. Refuses parts of two checkpoints: each may be whole and the run still die, or read wrong rows."""
+    if job.preset.family == "cosmos":
+        tokenizer, text, rows = (
+            ChatTokenizer(job.folder / "text_tokenizer"),
+            "text tower",
+            job.models["text_tower"].config.vocab_size,
+        )
+    else:
+        tokenizer, text = PromptTokenizer(job.folder / "tokenizer"), "text encoder"
+        rows, width = job.models["text_encoder"].config.vocab_size, job.models["text_encoder"].config.d_model
+        for part, model in job.models.items():
+            if isinstance(model, Wan) and model.config.text_dim != width:
+                raise ValueError(f"{part} takes text of width {model.config.text_dim} and the text encoder gives {width}")
+    if (tokens := tokenizer.tokenizer.get_vocab_size()) > rows:
+        raise ValueError(f"the tokenizer has {tokens} tokens and the {text} knows {rows} tokens only")
+    channels, z = job.preset.latent[0], job.models["vae"].config.z_dim
+    if channels != z:
+        raise ValueError(f"the VAE has {z} latent channels, where {job.name} has {channels}")
+    return tokenizer
 
 
 def check_place(job: Job) -> None:
     """Refuse an encoder or an output folder that would fail at the end."""
     video.find_ffmpeg()
     width, height = parse_size(job.request.size)
-    latents = 4 * 16 * math.prod(job.latent_shape)
+    latents = 4 * job.preset.latent[0] * math.prod(job.latent_shape)
     video.check_output(job.out, latents + width * height * 3 * 2)  # a clip is smaller than two of its frames, raw
 
 
 def check_image(job: Job) -> None:
+    """Cosmos3 takes an image or none; a Wan is made for one of the two."""
     wants = [m.config.in_channels > m.config.out_channels for m in job.models.values() if isinstance(m, Wan)]
     if wants and wants[0] != bool(job.request.image):
         raise ValueError(f"{job.request.model} makes video from " + ("an image and text: give --image FILE" if wants[0] else
                          "text alone: leave --image out, or take an image-to-video model"))  # fmt: skip
-    if wants and job.request.image:
+    if job.request.image and not job.request.latents:
+        if job.request.frames == 1 and job.preset.family == "cosmos":
+            raise ValueError("one frame is the image itself; ask for 5 frames or more with --image")
         video.read_image(job.request.image, *parse_size(job.request.size))
 
 

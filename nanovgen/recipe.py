@@ -21,11 +21,13 @@ class Request:
     """One video. Sizes in pixels, fps in frames a second, guidance as in v = uncond + guidance (cond - uncond)."""
 
     prompt: str | None = _option(None, "what the video shows")
-    model: str = _option("tiny-wan", "tiny-wan, a folder in the diffusers layout, or a hub id")
+    model: str = _option("tiny-wan", "tiny-wan, tiny-cosmos, a folder in the diffusers layout, or a hub id")
     negative_prompt: str | None = _option(
         None, 'what it must not show: text, or @FILE; "" is the empty prompt; not given: our default'
     )
     image: str | None = _option(None, "first frame, for image-to-video models")
+    dressing: str = _option("auto", "Cosmos3's text around the prompt: full (system prompt; sentences on length, pace and size), "
+                            "chat (system prompt alone), bare, or auto (chat for a JSON prompt, else full)")  # fmt: skip
     size: str | None = _option(None, "WIDTHxHEIGHT, multiples of 16")
     frames: int | None = _option(None, "number of frames, 4k+1")
     fps: int | None = _option(None, "frames a second in the file")
@@ -34,7 +36,9 @@ class Request:
     guidance_low: float | None = _option(None, "guidance of the low-noise expert")
     shift: float | None = _option(None, "flow shift: how far the steps are bent towards noise")
     boundary: float | None = _option(None, "the high-noise expert serves t >= 1000 * boundary")
-    grid: str = _option("native", "sigma grid: native (Wan's own code) or diffusers")
+    grid: str = _option(
+        "native", "sigma grid: native (Wan's own code), diffusers, or karras (Cosmos3's file as shipped; has no shift)"
+    )
     solver: str = _option("unipc", "unipc or euler")
     seed: int = _option(0, "seed of the noise, which does not depend on the number of ranks")
     out: str | None = _option(None, "output .mp4 (not given: a new name made of the prompt)")
@@ -43,15 +47,20 @@ class Request:
     device: str = _option("auto", "cuda, cpu, or auto")
     dtype: str = _option("auto", "bfloat16, float32, or auto (bfloat16 on a GPU); the VAE is always float32")
     chunk: int | None = _option(None, "latent frames decoded at a time; 0: all at once")
+    free_text_tower: str = _option("auto", "Cosmos3: drop the text tower's weights once the prompts are read: yes, no, or auto "
+                                   "(yes where the device cannot hold both towers)")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A known model: where it lives, how its transformer differs from Wan 2.2 T2V-A14B's, and its defaults."""
+    """A known model: where it lives, how its parts differ from Wan 2.2 T2V-A14B's (or Cosmos3-Super's), and its defaults."""
 
     repo: str
+    family: str = "wan"  # or cosmos
     text_dtype: str = "BF16"  # as stored
     transformer: dict = field(default_factory=dict)
+    vae: dict = field(default_factory=dict)
+    latent: tuple[int, int] = (16, 8)  # channels; pixels of a latent row or column
     experts: int = 2
     boundary: float | None = 0.875
     size: str = "1280x720"
@@ -67,6 +76,13 @@ class Preset:
 T2V_A14B = Preset("Wan-AI/Wan2.2-T2V-A14B-Diffusers")
 WAN21_14B = Preset("Wan-AI/Wan2.1-T2V-14B-Diffusers", text_dtype="F32", experts=1, boundary=None, steps=50, guidance=5.0,
                    guidance_low=None, shift=5.0)  # fmt: skip
+COSMOS3_SUPER = Preset(
+    "nvidia/Cosmos3-Super", family="cosmos", experts=1, boundary=None, frames=189, fps=24, steps=35, guidance=6.0,
+    guidance_low=None, shift=10.0, latent=(48, 16),
+    vae=dict(base_dim=160, decoder_base_dim=256, z_dim=48, is_residual=True, patch_size=2),
+)  # fmt: skip
+TINY_COSMOS = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
+                   head_dim=32, vocab_size=512, mrope_section=(6, 5, 5))  # fmt: skip
 PRESETS = {
     "tiny-wan": Preset("weights/tiny-wan", transformer=dict(num_attention_heads=8, attention_head_dim=32, num_layers=5,
                        ffn_dim=768, text_dim=128), size="192x96", frames=33, steps=20, guidance=5.0, shift=5.0, chunk=0),
@@ -76,6 +92,11 @@ PRESETS = {
     "wan2.1-t2v-14b": WAN21_14B,
     "wan2.1-t2v-1.3b": replace(WAN21_14B, repo="Wan-AI/Wan2.1-T2V-1.3B-Diffusers", size="832x480", shift=3.0,
                                transformer=dict(num_attention_heads=12, num_layers=30, ffn_dim=8960)),
+    "cosmos3-super": COSMOS3_SUPER,
+    "cosmos3-nano": replace(COSMOS3_SUPER, repo="nvidia/Cosmos3-Nano", transformer=dict(hidden_size=4096,
+                            intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32)),
+    "tiny-cosmos": replace(COSMOS3_SUPER, repo="weights/tiny-cosmos", transformer=TINY_COSMOS, size="192x96", frames=33, fps=16,
+                           steps=20, guidance=5.0, shift=5.0, chunk=0),
 }  # fmt: skip
 
 # Given when no negative prompt is: faults of a video in general, no subject.
@@ -107,8 +128,14 @@ def check_frames(frames: int) -> None:
 def resolve(request: Request, preset: Preset) -> Request:
     """Fill in the model's defaults and refuse values that no model takes. Nothing is rounded silently."""
     own = {f.name for f in fields(preset)}
+    own_shift, preset = request.shift, at_size(request, preset)
     filled = replace(request, **{f.name: getattr(preset, f.name) for f in fields(request)
                                  if f.name in own and getattr(request, f.name) is None})  # fmt: skip
+    if request.grid == "karras":
+        if preset.family != "cosmos" or own_shift is not None:
+            raise ValueError("grid karras is what Cosmos3's scheduler file says as shipped, and it has no shift; give "
+                             + ("--shift or --grid karras, not both" if own_shift is not None else "--grid native"))  # fmt: skip
+        filled = replace(filled, shift=None)
     parse_size(filled.size)
     check_frames(filled.frames)
     for name, least in (("steps", 1), ("fps", 1), ("chunk", 0), ("guidance", 0), ("guidance_low", 0), ("seed", 0)):
@@ -118,6 +145,16 @@ def resolve(request: Request, preset: Preset) -> Request:
     if filled.boundary is not None and not 0 <= filled.boundary <= 1:
         raise ValueError(f"boundary is {filled.boundary}; it must lie in 0..1")
     return filled
+
+
+def at_size(request: Request, preset: Preset) -> Preset:
+    """Cosmos3's shift falls with the picture (720p 10, 480p 5, 256p 3), and one frame has its own steps and guidance."""
+    if preset.repo not in (PRESETS["cosmos3-super"].repo, PRESETS["cosmos3-nano"].repo):
+        return preset
+    if request.frames == 1:
+        return replace(preset, shift=3.0, steps=50, guidance=4.0)
+    rows = min(parse_size(request.size or preset.size))
+    return replace(preset, shift=10.0 if rows > 480 else 5.0 if rows > 256 else 3.0)
 
 
 def negative_text(request: Request) -> str:

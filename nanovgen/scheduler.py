@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-GRIDS = ("native", "diffusers", "karras")
+GRIDS = ("native", "diffusers")
 
 
 def flow_sigmas(steps: int, shift: float, grid: str = "native") -> Tensor:
@@ -34,21 +34,62 @@ def flow_sigmas(steps: int, shift: float, grid: str = "native") -> Tensor:
     elif grid == "diffusers":
         u = np.linspace(1, 0.001, steps + 1)[:-1]
     else:
-        raise ValueError(f"sigma grid {grid!r} is not one of {', '.join(GRIDS[:2])}")
+        raise ValueError(f"sigma grid {grid!r} is not one of {', '.join(GRIDS)}")
     sigmas = torch.from_numpy(shift * u / (1 + (shift - 1) * u))  # numpy's grid: torch's differs in the last bit
     sigmas[0] = sigmas[0].clamp(max=1 - 1e-6)  # at 1 exactly lambda is -inf
     return torch.cat([sigmas, sigmas.new_zeros(1)])
 
 
-def karras_sigmas(steps: int, low: float = 0.147, high: float = 200.0) -> Tensor:
-    """Sigmas (steps + 1,) float64, last one 0, even in the 7th root of noise / signal (arXiv:2206.00364), then as flow's.
+def karras_sigmas(steps: int, sigma_min: float = 0.147, sigma_max: float = 200.0) -> Tensor:
+    """Sigmas (steps + 1,) float64, last one 0, as Cosmos3's own scheduler file asks for; they take no flow shift.
 
-    What Cosmos3's scheduler file asks for as shipped; no shift enters, and its published results are not made so.
+    The ramp of arXiv:2206.00364 (even in sigma^(1/7), sigma_max to sigma_min) is in its units, x = x0 + sigma noise;
+    divided by 1 + sigma, x is ours: 200 and 0.147 become 0.995 and 0.128.
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}; at least 1 is needed")
-    ratio = np.linspace(high ** (1 / 7), low ** (1 / 7), steps) ** 7
-    return torch.cat([torch.from_numpy(ratio / (1 + ratio)), torch.zeros(1, dtype=torch.float64)])
+    if not 0 < sigma_min < sigma_max < math.inf:
+        raise ValueError(f"Karras sigmas run from {sigma_max} to {sigma_min}; they must fall, and be above 0 and finite")
+    start, end = sigma_max ** (1 / 7), sigma_min ** (1 / 7)
+    ramp = torch.from_numpy((start + np.linspace(0, 1, steps) * (end - start)) ** 7)
+    return torch.cat([ramp / (1 + ramp), ramp.new_zeros(1)])
+
+
+class Stored(NamedTuple):
+    """The sigmas that a checkpoint's scheduler file asks for: bent by a flow shift, or else Karras's, as (min, max)."""
+
+    shift: float | None
+    karras: tuple[float, float] | None = None
+
+    def sigmas(self, steps: int, grid: str = "diffusers") -> Tensor:
+        return karras_sigmas(steps, *self.karras) if self.karras else flow_sigmas(steps, self.shift, grid)
+
+    def __str__(self) -> str:
+        return "Karras sigmas {1:g} to {0:g}, no shift".format(*self.karras) if self.karras else f"shift {self.shift:g}"
+
+
+# What our solver is, by the keys of scheduler_config.json, and what a file means that leaves the key out.
+OURS = {"prediction_type": ("flow_prediction", "epsilon"), "use_flow_sigmas": (True, False), "num_train_timesteps": (1000, 1000),
+        "solver_order": (2, 2), "solver_type": ("bh2", "bh2"), "predict_x0": (True, True), "lower_order_final": (True, True),
+        "disable_corrector": ([], []), "solver_p": (None, None), "thresholding": (False, False),
+        "final_sigmas_type": ("zero", "zero"), "use_exponential_sigmas": (False, False), "use_beta_sigmas": (False, False),
+        "use_dynamic_shifting": (False, False), "shift_terminal": (None, None)}  # fmt: skip
+
+
+def stored_schedule(config: dict) -> Stored:
+    """What a UniPCMultistepScheduler's file asks for; refused where unipc_step would not be what it describes.
+
+    With use_karras_sigmas on, its flow_shift is never read: to set a shift, Karras must be switched off too.
+    """
+    for key, (ours, absent) in OURS.items():
+        if (said := config.get(key, absent)) != ours:
+            raise ValueError(f"the scheduler file has {key}={said}; ours is {ours}, so give the shift by hand")
+    if not config.get("use_karras_sigmas"):
+        return Stored(float(config.get("flow_shift", 1.0)))
+    ends = config.get("sigma_min"), config.get("sigma_max")
+    if None in ends:
+        raise ValueError("the scheduler file has use_karras_sigmas, but not both sigma_min and sigma_max; give the shift by hand")
+    return Stored(None, ends)
 
 
 def timesteps(sigmas: Tensor) -> list[int]:

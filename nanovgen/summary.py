@@ -2,19 +2,18 @@
 
 import torch
 
-from nanovgen import plan
+from nanovgen import plan, scheduler
 from nanovgen.checkpoint import final_dtype
-from nanovgen.job import Job, own_shift
-from nanovgen.recipe import PRESETS
-from nanovgen.wan import Wan
+from nanovgen.job import Job, stored_schedule
 
 
 def describe(job: Job) -> dict[str, str]:
     """The plan, line by line, as it is printed and stored."""
     r, millions = job.request, {part: sum(p.numel() for p in model.parameters()) / 1e6 for part, model in job.models.items()}
-    stored = sum(c.stored_bytes for c in job.components.values())
+    stored = sum(c.stored_bytes for c in {c.folder: c for c in job.components.values()}.values())
     if not job.components:
-        width = {part: 4 for part in job.models} | {"text_encoder": 4 if PRESETS[job.name].text_dtype == "F32" else 2}
+        width = {part: 4 if job.preset.family == "wan" else 2 for part in job.models}
+        width |= {"text_encoder": 4 if job.preset.text_dtype == "F32" else 2}
         stored = sum(width[part] * count * 1e6 for part, count in millions.items())
     return {
         "model": f"{r.model} ({job.name}): " + ", ".join(f"{part} {count:,.1f} M" for part, count in millions.items()),
@@ -31,20 +30,31 @@ def describe_denoising(job: Job) -> dict[str, str]:
     r, (f, y, x) = job.request, job.latent_shape
     experts = [job.expert(t) for t in job.times]
     switch = f"{experts.count('transformer')} high-noise, {experts.count('transformer_2')} low-noise (boundary {r.boundary})"
-    sigmas, shift = job.sigmas.tolist(), own_shift(job.folder)
-    file_says = f" (its scheduler file says {shift:g})" if shift not in (None, r.shift) else ""
-    served = switch if r.boundary is not None else "one expert"
-    ours = " (ours)" if r.negative_prompt is None else ""
+    sigmas, stored = job.sigmas.tolist(), stored_schedule(job.folder)
+    asked = scheduler.Stored(r.shift, (0.147, 200.0) if r.grid == "karras" else None)
+    file_says = f" (its scheduler file says {stored})" if stored not in (None, asked) else ""
+    served = f"; {switch}" if r.boundary is not None else "; one expert" if job.preset.family == "wan" else ""
+    grid = "" if r.grid == "karras" else f", {r.grid} grid"
+    ours = " (ours)" if r.negative_prompt is None and job.preset.family == "wan" else ""
+    cosmos = job.preset.family == "cosmos"
     return {
-        "tokens": f"{job.tokens} = {f} x {y // 2} x {x // 2}",
-        "steps": f"{r.steps} of {r.solver}, shift {r.shift:g}{file_says}, {r.grid} grid; {served}",
+        "tokens": f"{job.tokens} = {f} x {-(-y // 2)} x {-(-x // 2)}",
+        "steps": f"{r.steps} of {r.solver}, {asked}{file_says}{grid}{served}",
         "sigmas": " ".join(f"{s:.3f}" for s in (sigmas if len(sigmas) < 12 else [*sigmas[:5], *sigmas[-5:]])),
         "guidance": f"{r.guidance:g}" + ("" if r.guidance_low is None else f" high, {r.guidance_low:g} low"),
-        "prompt": r.prompt + said_cut(job, r.prompt),
-        "negative": "not used" if job.negative is None else repr(job.negative) + ours + said_cut(job, job.negative),
+        "prompt": said_text(job, 0) if cosmos else r.prompt + said_cut(job, r.prompt),
+        "negative": "not used" if job.negative is None else said_text(job, 1) if cosmos else
+                    repr(job.negative) + ours + said_cut(job, job.negative),
         "sends": describe_sends(job),
         "warm-up": warm_up(job),
-    }
+    }  # fmt: skip
+
+
+def said_text(job: Job, stream: int) -> str:
+    """A text as Cosmos3 reads it, chat and sentences included, and its ids' number where the tokenizer is there."""
+    text = job.texts[stream]
+    count = f" ({len(job.tokenizer(text))} ids)" if job.tokenizer else ""
+    return repr(text if len(text) < 400 else f"{text[:200]} ... {text[-190:]}") + count
 
 
 def said_cut(job: Job, text: str | None) -> str:
@@ -90,18 +100,18 @@ def predicted_peak(job: Job) -> int:
         job.latent_shape,
         job.recipe.parallel_config,
     )
-    experts = [m for m in job.models.values() if isinstance(m, Wan)]
     denoise = sum(size[part] for part in size if part.startswith("transformer")) // parallel.tp_size
-    tokens = -(-job.tokens // (parallel.world // parallel.cfg_size // parallel.tp_size))
-    for model in experts:
-        c, rows = model.config, 512
-        denoise += (2 if job.negative is not None else 1) * c.num_layers * 2 * rows * c.width * job.dtype.itemsize
-    if experts:  # x, h, q, k, v, o in the model's dtype and two in fp32; the MLP's two are never there at once with them
-        c = experts[0].config
-        denoise += tokens * c.width * (6 * job.dtype.itemsize + 2 * 4)
-    widest = job.models["vae"].config
-    frames = min(f, job.request.chunk or f) * 4
-    decode = (
-        size["vae"] + 4 * frames * 64 * y * x * (widest.decoder_base_dim or widest.base_dim) * 4 // parallel.parallel_vae_size
-    )
-    return max(size.get("text_encoder", 0), denoise, decode)
+    if any(part.startswith("transformer") for part in size):
+        w, streams = job.work, 2 if job.negative is not None else 1
+        tokens = -(-job.tokens // (parallel.world // parallel.cfg_size // parallel.tp_size))
+        experts = sum(part.startswith("transformer") for part in size)
+        rows = 512 if job.preset.family == "wan" else max(map(len, job.texts))  # of text; a character is at least a token
+        denoise += experts * streams * w.layers * 2 * rows * w.kv_heads * w.head_dim * w.itemsize
+        wide = w.heads * w.head_dim  # x, h, q, k, v, o in the model's dtype and two in fp32; the MLP's are not there with them
+        denoise += tokens * ((2 * w.width + 2 * wide + 2 * w.kv_heads * w.head_dim) * w.itemsize + 2 * 4 * w.width)
+        if job.request.free_text_tower == "no":
+            denoise += size["text_tower"]
+    vae, frames = job.models["vae"].config, min(f, job.request.chunk or f) * 4
+    pixels = frames * (vae.scale // vae.patch) ** 2 * y * x
+    decode = size["vae"] + 4 * pixels * (vae.decoder_base_dim or vae.base_dim) * 4 // parallel.parallel_vae_size
+    return max(size.get("text_encoder", size.get("text_tower", 0)), denoise, decode)

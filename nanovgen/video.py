@@ -1,6 +1,7 @@
 """Frames to an MP4 that appears under its name only when whole, a contact sheet, and an image to start from."""
 
 import glob
+import math
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import imageio.v3 as iio
 import imageio_ffmpeg
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
@@ -107,11 +109,22 @@ def contact_sheet(frames: np.ndarray, path: Path, columns: int = 4, rows: int = 
     iio.imwrite(path, sheet)
 
 
-def read_image(path: str, width: int, height: int) -> Tensor:
-    """An image file stretched to width x height (Lanczos), (1, 3, 1, y, x) in [-1, 1]."""
+def read_image(path: str, width: int, height: int, cover: bool = False) -> Tensor:
+    """An image file as (1, 3, 1, y, x) in [-1, 1], stretched to width x height (Lanczos), as Wan's code does.
+
+    With `cover`, as Cosmos3's: scaled until it covers the frame (bilinear, antialiased), cut about its middle.
+    """
     try:
         with Image.open(path) as image:
-            pixels = np.asarray(image.convert("RGB").resize((width, height), Image.Resampling.LANCZOS))
+            pixels = image.convert("RGB")
+            pixels = np.asarray(pixels if cover else pixels.resize((width, height), Image.Resampling.LANCZOS))
     except (OSError, Image.DecompressionBombError) as error:  # Pillow's "cannot identify image file" is one too
         raise ValueError(f"image {path} cannot be read: {error}") from None
-    return torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None, :, None] / 127.5 - 1
+    x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].float()
+    if cover:
+        scale = max(width / x.shape[3], height / x.shape[2])
+        rows, columns = (math.ceil(scale * n) for n in x.shape[2:])
+        x = F.interpolate(x, size=(rows, columns), mode="bilinear", antialias=True)
+        top, left = round((rows - height) / 2), round((columns - width) / 2)
+        x = x[:, :, top : top + height, left : left + width].round().clamp(0, 255)
+    return x[:, :, None] / 127.5 - 1

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nanovgen"
 LEVELS = [  # a file imports from earlier rows only
     {"mesh", "recipe"},
-    {"attention", "vae", "text", "scheduler", "video"},
+    {"attention", "vae", "text", "dress", "scheduler", "video"},
     {"ulysses", "ring", "attn2d", "cfg", "tp", "vae_parallel"},
     {"wan", "cosmos", "checkpoint", "launch"},
     {"plan"},

@@ -186,6 +186,9 @@ DEFAULTS = {  # size, frames, fps, steps, guidance, guidance_low, shift, boundar
     "wan2.1-t2v-14b": ("1280x720", 81, 16, 50, 5.0, None, 5.0, None),
     "wan2.1-t2v-1.3b": ("832x480", 81, 16, 50, 5.0, None, 3.0, None),
     "tiny-wan": ("192x96", 33, 16, 20, 5.0, 3.0, 5.0, 0.875),
+    "cosmos3-super": ("1280x720", 189, 24, 35, 6.0, None, 10.0, None),
+    "cosmos3-nano": ("1280x720", 189, 24, 35, 6.0, None, 10.0, None),
+    "tiny-cosmos": ("192x96", 33, 16, 20, 5.0, None, 5.0, None),
 }
 
 
