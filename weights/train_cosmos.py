@@ -26,7 +26,7 @@ from nanovgen.dress import chat, dress
 from nanovgen.vae import VAE
 
 CAPTIONS = 6  # paraphrases kept of each clip
-ROWS = 94  # ids of the longest prompt in training; with a clip's 162 tokens they make 256 keys
+ROWS = 110  # ids of the longest prompt in training, and some; with a clip's 162 tokens they make 272 keys
 GIVEN_SHARE = 5  # one sample in so many has its first frame given
 
 

@@ -29,7 +29,7 @@ def tokenizer() -> Tokenizer:
 def test_padded_prompts_train_what_generation_runs(given, one_thread):
     torch.manual_seed(0)
     text, video = TextTower(SMALL), Cosmos(SMALL)
-    rows = [[5] * 7 + list(range(20)), list(range(90)), [9, 8, 7]]
+    rows = [[5] * 7 + list(range(20)), list(range(100)), [9, 8, 7]]
     ids, lengths = train_cosmos.padded(rows)
     x, timestep = torch.randn(3, 48, 3, 4, 6), torch.tensor([900.0, 500.0, 20.0])
     prefix = train_cosmos.encode_prompts(text, train_cosmos.turns(SMALL), ids, lengths)
@@ -89,8 +89,8 @@ def test_every_prompt_fits_and_is_what_generation_reads(tokenizer, tmp_path):
     assert all(
         tokenizer.encode(train_cosmos.said(text, False, 0.1)).ids == row[:-2] for text, row in zip(texts, full, strict=True)
     )
-    with pytest.raises(ValueError, match="1 ids longer than the 94"):
-        train_cosmos.padded([[0] * 95])
+    with pytest.raises(ValueError, match="1 ids longer than the 110"):
+        train_cosmos.padded([[0] * 111])
 
 
 def test_folder_holds_both_towers(tmp_path, tokenizer):
