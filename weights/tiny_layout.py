@@ -23,9 +23,10 @@ TEXT_ROWS, BOUNDARY, SHIFT = 32, 0.875, 5.0
 WAN_CONFIG = WanConfig(num_attention_heads=8, attention_head_dim=32, num_layers=5, ffn_dim=768, text_dim=128)
 TEXT_CONFIG = UMT5Config(vocab_size=3 + len(clip_world.word_list()), d_model=128, d_kv=32, d_ff=256, num_layers=3, num_heads=4)
 VAE_CONFIG = VAEConfig(base_dim=8, decoder_base_dim=16, latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16)
-COSMOS_CONFIG = CosmosConfig(hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=8,
-                             num_key_value_heads=2, head_dim=32, vocab_size=640, mrope_section=(6, 5, 5))  # fmt: skip
-COSMOS_VAE_CONFIG = VAEConfig(base_dim=16, decoder_base_dim=24, z_dim=48, latents_mean=(0.0,) * 48, latents_std=(1.0,) * 48)
+COSMOS_CONFIG = CosmosConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
+                             num_key_value_heads=2, head_dim=32, vocab_size=512, mrope_section=(6, 5, 5))  # fmt: skip
+COSMOS_VAE_CONFIG = VAEConfig(base_dim=16, decoder_base_dim=24, z_dim=48, is_residual=True, patch_size=2,
+                              latents_mean=(0.0,) * 48, latents_std=(1.0,) * 48)  # fmt: skip
 
 
 def with_statistics(config: VAEConfig, mean: list[float], std: list[float]) -> VAEConfig:
@@ -33,9 +34,9 @@ def with_statistics(config: VAEConfig, mean: list[float], std: list[float]) -> V
 
 
 def decode_raw(vae: VAE, z: Tensor) -> Tensor:
-    """Latents that are not normalised (b, 16, f, y, x) -> video, not clamped, so that training sees every error."""
+    """Latents that are not normalised (b, z, f, y, x) -> video, not clamped, so that training sees every error."""
     stream = Stream()
-    return vae.decoder(vae.post_quant_conv(z.to(vae.post_quant_conv.weight.dtype), stream), stream)
+    return vae.unpatch(vae.decoder(vae.post_quant_conv(z.to(vae.post_quant_conv.weight.dtype), stream), stream))
 
 
 def save_weights(path: Path, *modules: nn.Module) -> None:
@@ -65,8 +66,9 @@ def save_vae(vae: VAE, out: Path) -> None:
 
 def write_vae_config(config: VAEConfig, out: Path) -> None:
     write_json(out / "vae" / "config.json", {
-        "_class_name": "AutoencoderKLWan", **asdict(config), "attn_scales": [], "dropout": 0.0, "is_residual": False,
-        "in_channels": 3, "out_channels": 3, "patch_size": None, "scale_factor_spatial": 8, "scale_factor_temporal": 4,
+        "_class_name": "AutoencoderKLWan", **asdict(config), "attn_scales": [], "dropout": 0.0,
+        "in_channels": 3 * config.patch**2, "out_channels": 3 * config.patch**2, "scale_factor_spatial": config.scale,
+        "scale_factor_temporal": 4,
     })  # fmt: skip
 
 

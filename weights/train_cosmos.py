@@ -12,28 +12,41 @@ import time
 
 import clip_world
 import tiny_layout
-import tiny_text
 import torch
 import torch.nn.functional as F
 from muon import Budget, Masters, learning_rate
+from tiny_bpe import build_bpe
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_vae import encode_clips, statistics
 
 from nanovgen.cosmos import KV, Cosmos, CosmosConfig, Projection, TextTower, rope_table, rotate
-from nanovgen.recipe import NEGATIVE_PROMPT
+from nanovgen.dress import chat, dress
 from nanovgen.vae import VAE
 
 CAPTIONS = 6  # paraphrases kept of each clip
-ROWS = 94  # ids of the longest prompt in training; with a clip's 162 tokens they make 256 keys
+ROWS = 110  # ids of the longest prompt in training, and some; with a clip's 162 tokens they make 272 keys
 GIVEN_SHARE = 5  # one sample in so many has its first frame given
 
 
+def build_tokenizer() -> Tokenizer:
+    """Learned on captions, on what is said around them, and on what a prompt of the empty kind says."""
+    rng = random.Random(0)
+    texts = [said(clip_world.caption(clip_world.sample_clip(rng, 1 + i % 2), rng), False, 0.5) for i in range(2000)]
+    return build_bpe([*texts, *[said("", True, 0.5)] * 500], tiny_layout.COSMOS_CONFIG.vocab_size)
+
+
+def said(text: str, negative: bool, way: float) -> str:
+    """The chat around a prompt: for three quarters of `way` in 0..1 in full, else without the sentences, or bare."""
+    size = clip_world.WIDTH, clip_world.HEIGHT
+    text = dress(text, clip_world.FRAMES, clip_world.FPS, size, sentences=way < 0.75, negative=negative)
+    return chat(text, clip_world.FRAMES, system=way < 0.875)
+
+
 def encode(tokenizer: Tokenizer, text: str, negative: bool, rng: random.Random) -> list[int]:
-    """Ids of a prompt, mostly in the default dressing, else without the sentences or without the system's part."""
-    way = rng.random()
-    return tokenizer.encode(tiny_text.chat(tiny_text.dress(text, negative, sentences=way > 0.125), system=way < 0.875)).ids
+    """Ids as ChatTokenizer gives them, in a random dressing."""
+    return tokenizer.encode(said(text, negative, rng.random()) + "<|im_end|><|vision_start|>", add_special_tokens=False).ids
 
 
 def draw_captions(job: tuple[int, int, str]) -> tuple[list, list[list[int]]]:
@@ -45,12 +58,11 @@ def draw_captions(job: tuple[int, int, str]) -> tuple[list, list[list[int]]]:
 
 
 def dropped_captions(tokenizer: Tokenizer, count: int, rng: random.Random) -> list[list[int]]:
-    """What stands for no prompt: mostly the empty one as a negative, else our default negative prompt, else word soup."""
+    """What stands for no prompt: mostly the empty one as a negative, else word soup."""
     rows = []
     while len(rows) < count:
         draw = rng.random()
-        text = "" if draw < 0.6 else NEGATIVE_PROMPT if draw < 0.75 else clip_world.noise_caption(rng)
-        ids = encode(tokenizer, text, draw < 0.9, rng)
+        ids = encode(tokenizer, "" if draw < 0.7 else clip_world.noise_caption(rng), draw < 0.85, rng)
         if len(ids) <= ROWS:  # the longest soups are left out
             rows.append(ids)
     return rows
@@ -137,7 +149,7 @@ def batch_loss(model: torch.nn.ModuleList, turn: Tensor, ids: Tensor, lengths: T
 
 def fit_towers(vae: VAE, args: argparse.Namespace, minutes: float) -> tuple[torch.nn.ModuleList, Tokenizer]:
     """Train, and leave the latents' statistics in vae.config."""
-    start, tokenizer, device = time.time(), tiny_text.build_tokenizer(tiny_layout.COSMOS_CONFIG.vocab_size), args.device
+    start, tokenizer, device = time.time(), build_tokenizer(), args.device
     latents, weights, said = encode_clips(vae, args, draw_captions, tokenizer.to_str())
     ids, lengths = (t.unflatten(0, (-1, CAPTIONS)).to(device) for t in padded(said))  # (n, CAPTIONS, ROWS), (n, CAPTIONS)
     mean, std = statistics(latents)

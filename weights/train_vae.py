@@ -21,12 +21,17 @@ CROP, CROP_FRAMES = 64, 17
 
 
 def start_vae(config: VAEConfig, device: str) -> VAE:
-    """Fresh weights; residual branches begin at zero, so a new block passes its input through."""
+    """Fresh weights; residual branches begin at zero, so a new block passes its input through, and a stage with a shortcut
+    is the shortcut alone."""
     vae = VAE(config)
     with torch.no_grad():
         for name, p in vae.named_parameters():
             if name.endswith(("conv2.weight", "proj.weight")):
                 p.zero_()
+        for stage in [*vae.encoder.stages, *vae.decoder.stages]:
+            if stage.shortcut is not None and stage.resample is not None:
+                stage.resample.conv.weight.zero_()
+                stage.resample.conv.bias.zero_()
         vae.quant_conv.weight.copy_(torch.eye(2 * vae.config.z_dim)[:, :, None, None, None])
         vae.post_quant_conv.weight.copy_(torch.eye(vae.config.z_dim)[:, :, None, None, None])
         for conv in (vae.quant_conv, vae.post_quant_conv):
@@ -83,7 +88,7 @@ def fit_vae(vae: VAE, args: argparse.Namespace, minutes: float, whole: bool) -> 
     rng, device = random.Random(args.seed + whole), args.device
     for part in (vae.encoder, vae.quant_conv):
         part.requires_grad_(not whole)
-    masters = Masters(vae, matrices=lambda name, p: p.ndim > 3 and p.shape[0] > 3)
+    masters = Masters(vae, matrices=lambda name, p: p.ndim > 3 and not name.startswith("decoder.conv_out"))
     if args.compile:
         vae.decoder.compile(dynamic=False)
         if not whole:
@@ -117,8 +122,7 @@ def encode_clips(vae: VAE, args: argparse.Namespace, draw: Callable, *extra: obj
                 latents.append(vae.moments(clip_world.render(part, args.device).bfloat16(), chunk=None)[0])
                 cover = clip_world.masks(part, args.device)
                 still, moving = cover[:, :1], cover[:, 1:].unflatten(1, (-1, 4)).amax(2)
-                pixels = clip_world.HEIGHT // latents[-1].shape[3]
-                weights.append(F.max_pool2d(torch.cat([still, moving], 1), pixels)[:, None].bfloat16())
+                weights.append(F.max_pool2d(torch.cat([still, moving], 1), vae.config.scale)[:, None].bfloat16())
     return torch.cat(latents), torch.cat(weights), said
 
 

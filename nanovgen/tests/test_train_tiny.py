@@ -6,21 +6,22 @@ from dataclasses import replace
 
 import pytest
 import tiny_layout
-import tiny_text
 import torch
 import train_cosmos
+from clip_world import Clip, Shape, caption
 from muon import Masters
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from nanovgen.cosmos import Cosmos, CosmosConfig, TextTower
+from nanovgen.dress import ChatTokenizer, chat, dress
 
 SMALL = replace(tiny_layout.COSMOS_CONFIG, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return tiny_text.build_tokenizer(SMALL.vocab_size)
+    return train_cosmos.build_tokenizer()
 
 
 @torch.no_grad()
@@ -28,7 +29,7 @@ def tokenizer() -> Tokenizer:
 def test_padded_prompts_train_what_generation_runs(given, one_thread):
     torch.manual_seed(0)
     text, video = TextTower(SMALL), Cosmos(SMALL)
-    rows = [[5] * 7 + list(range(20)), list(range(90)), [9, 8, 7]]
+    rows = [[5] * 7 + list(range(20)), list(range(100)), [9, 8, 7]]
     ids, lengths = train_cosmos.padded(rows)
     x, timestep = torch.randn(3, 48, 3, 4, 6), torch.tensor([900.0, 500.0, 20.0])
     prefix = train_cosmos.encode_prompts(text, train_cosmos.turns(SMALL), ids, lengths)
@@ -73,15 +74,23 @@ def test_given_frames_reach_the_model_clean_and_carry_no_loss(one_thread):
     assert loss < 10
 
 
-def test_every_prompt_fits_and_ends_as_generation_has_it(tokenizer):
+def test_every_prompt_fits_and_is_what_generation_reads(tokenizer, tmp_path):
     clips, rows = train_cosmos.draw_captions((0, 300, tokenizer.to_str()))
     dropped = train_cosmos.dropped_captions(tokenizer, 200, random.Random(0))
     assert len(rows) == len(clips) * train_cosmos.CAPTIONS and train_cosmos.padded(rows)[0].max() < SMALL.vocab_size
-    end = [tokenizer.token_to_id(word) for word in ("<|im_end|>", "<|vision_start|>")]
-    assert all(row[-2:] == end for row in rows + dropped)
-    assert tokenizer.encode(tiny_text.chat(tiny_text.dress("", True))).ids in dropped
-    with pytest.raises(ValueError, match="1 ids longer than the 94"):
-        train_cosmos.padded([[0] * 95])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    served = ChatTokenizer(tmp_path)
+    empty = served(chat(dress("", 33, 16, (192, 96), negative=True), 33))
+    assert empty in dropped and all(row[-2:] == empty[-2:] for row in rows + dropped)
+    one = Clip("black", (Shape("star", "cyan", "big", "spin"),), (0.5,) * 5)
+    rng = random.Random(1)
+    texts = {caption(one, rng) for _ in range(50)}
+    full = [served(chat(dress(text, 33, 16, (192, 96)), 33)) for text in texts]
+    assert all(
+        tokenizer.encode(train_cosmos.said(text, False, 0.1)).ids == row[:-2] for text, row in zip(texts, full, strict=True)
+    )
+    with pytest.raises(ValueError, match="1 ids longer than the 110"):
+        train_cosmos.padded([[0] * 111])
 
 
 def test_folder_holds_both_towers(tmp_path, tokenizer):
