@@ -6,6 +6,7 @@ Each part of the checkpoint is on the device only while it is used. Whatever fai
 the latents are on disk, and the message says how to go on from them.
 """
 
+import copy
 import json
 import os
 import resource
@@ -54,7 +55,8 @@ class Stages:
 
 
 def load(job: Job, part: str, stages: Stages) -> nn.Module:
-    component, model = job.components[part], job.models[part]
+    """A part with its weights, on the device for as long as the caller holds it; the job keeps the empty one."""
+    component, model = job.components[part], copy.deepcopy(job.models[part])
     total = sum(component.sizes[model.hub_name(name)] for name in model.state_dict())
     if part != "vae" and part != "text_encoder":
         model = tp.split(model, job.mesh.tp)

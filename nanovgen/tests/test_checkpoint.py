@@ -198,7 +198,7 @@ FOLDERS = {
                        ["model_index.json is missing"]),
     "no scheduler": (lambda folder, *_: shutil.rmtree(folder / "scheduler"), ["scheduler_config.json is missing"]),
     "no flow": (lambda folder, *_: edit_json(folder / "scheduler/scheduler_config.json", lambda c: c.update(prediction_type="v")),
-                ["the scheduler predicts v"]),
+                ["prediction_type=v", "flow_prediction"]),
     "no tokenizer": (lambda folder, *_: shutil.rmtree(folder / "tokenizer"), ["tokenizer"]),
     "bad tokenizer": (overwrite("tokenizer/tokenizer.json", "{}"), ["tokenizer.json"]),
     "other variant": (lambda folder, *_: edit_json(folder / "transformer/config.json", lambda c: c.update(image_dim=1280)),

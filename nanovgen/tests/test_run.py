@@ -4,6 +4,7 @@ import json
 import shlex
 import signal
 import time
+import weakref
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
@@ -296,3 +297,22 @@ def test_interrupted_while_decoding(spawn, finish, tiny_folder, cli, read_video)
     last = result.err.splitlines()[-1]
     assert result.code == 130 and time.time() - start < 5 and names() == {"v.latents.safetensors"}, result
     assert "the latents are safe" in last and "--latents v.latents.safetensors" in last and "Traceback" not in result.err
+
+
+def test_parts_leave(ask, monkeypatch):
+    """The text encoder is gone while the experts are there, and those while the VAE is."""
+    there, load = {}, generate.load
+
+    def watch(job, part, stages):
+        gone = [name for name, model in there.items() if model() is None]
+        if part.startswith("transformer"):
+            assert "text_encoder" in gone
+        elif part == "vae":
+            assert gone == ["text_encoder", "transformer", "transformer_2"]
+        model = load(job, part, stages)
+        there[part] = weakref.ref(model)
+        return model
+
+    monkeypatch.setattr(generate, "load", watch)
+    assert ask().code == 0
+    assert [*there] == ["text_encoder", "transformer", "transformer_2", "vae"]
