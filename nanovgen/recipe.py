@@ -81,7 +81,7 @@ COSMOS3_SUPER = Preset(
     guidance_low=None, shift=10.0, latent=(48, 16),
     vae=dict(base_dim=160, decoder_base_dim=256, z_dim=48, is_residual=True, patch_size=2),
 )  # fmt: skip
-TINY_COSMOS = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
+TINY_COSMOS = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
                    head_dim=32, vocab_size=512, mrope_section=(6, 5, 5))  # fmt: skip
 PRESETS = {
     "tiny-wan": Preset("weights/tiny-wan", transformer=dict(num_attention_heads=8, attention_head_dim=32, num_layers=5,

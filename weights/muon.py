@@ -89,8 +89,8 @@ class Budget:
         print(f"{self.name}: first step in {time.time() - self.start:.0f} s", flush=True)
         self.start = self.said = time.time()
         while (progress := (time.time() - self.start) / self.seconds) < 1:
-            yield progress
             self.step += 1
+            yield progress
 
     def note(self, words: Callable[[Tensor], str], value: Tensor) -> None:
         """Keep one step's figures; say the mean of those since the last line."""
