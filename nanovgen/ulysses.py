@@ -14,7 +14,8 @@ Source   DeepSpeed-Ulysses, arXiv:2309.14509.
 Refuses  H % p != 0 or Hkv % p != 0 (a head is not split); fused with GQA (q, k, v must stack).
 
 Three ways, equal to the bit. `ulysses`: one exchange each for q, k, v. `ulysses_fused`: one exchange of the three stacked.
-`ulysses_async`: v, then q, then k, each under way while the next one is computed.
+`ulysses_async`: v, then q, then k, each under way while the next one is computed: pushed into the peers' memory by the copy
+engine where they reach it (push.py), by the backend's asynchronous all-to-all elsewhere.
 
 A short chunk is padded to the common s for the exchange and cut after it: padding meets no softmax.
 """
@@ -26,6 +27,7 @@ from einops import rearrange
 from torch import Tensor
 
 from nanovgen.mesh import Axis, Cut, Pending, all_to_all, pad, shard, start_all_to_all
+from nanovgen.push import Push
 
 Projection = Callable[[], Tensor]
 KV = tuple[Tensor, Tensor]
@@ -56,9 +58,7 @@ def ulysses_fused(q: Projection, k: Projection, v: Projection, prefix: KV | None
 
 def ulysses_async(q: Projection, k: Projection, v: Projection, prefix: KV | None, axis: Axis, cut: Cut, inner: Inner) -> Tensor:
     """v first: it has neither norm nor rotation, so it is ready soonest, and q and k are computed while it travels."""
-    v_sent = start_to_heads(v(), axis, cut)
-    q_sent = start_to_heads(q(), axis, cut)
-    k_sent = start_to_heads(k(), axis, cut)
+    v_sent, q_sent, k_sent = (start_to_heads(project(), axis, cut, pushed=True) for project in (v, q, k))
     v, q, k = (to_heads(sent, axis, cut) for sent in (v_sent, q_sent, k_sent))
     return to_tokens(inner(q, k, v, own_heads(prefix, axis)), axis, cut)
 
@@ -67,12 +67,12 @@ def own_heads(prefix: KV | None, axis: Axis) -> KV | None:
     return prefix and tuple(shard(x, axis, dim=2) for x in prefix)  # b L G d -> b L g d
 
 
-def start_to_heads(x: Tensor, axis: Axis, cut: Cut) -> Pending:
+def start_to_heads(x: Tensor, axis: Axis, cut: Cut, pushed: bool = False) -> Pending | Push:
     check(x.shape[2], x.shape[2], axis.size)
-    return start_all_to_all(rearrange(pad(x, 1, cut.chunk), "b s (p h) d -> p b s h d", p=axis.size), axis)  # H -> h
+    return start_all_to_all(rearrange(pad(x, 1, cut.chunk), "b s (p h) d -> p b s h d", p=axis.size), axis, pushed)  # H -> h
 
 
-def to_heads(sent: Pending, axis: Axis, cut: Cut) -> Tensor:
+def to_heads(sent: Pending | Push, axis: Axis, cut: Cut) -> Tensor:
     x = rearrange(sent.wait(), "p b s h d -> b (p s) h d")  # s -> S
     return x[:, : cut.real(cut.rank - axis.rank, axis.size)]
 

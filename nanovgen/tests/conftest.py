@@ -145,12 +145,20 @@ def refused(ask, cli, monkeypatch):
 
 @pytest.fixture
 def spawn(tmp_path) -> Callable[..., subprocess.Popen]:
-    """run.py as its own process, stderr and stdout in files beside the working folder. `code` runs before it."""
+    """run.py as its own process, stderr and stdout in files beside the working folder. `code` runs before it.
 
-    def start(*arguments: object, code: str = "", **env: str) -> subprocess.Popen:
+    With `torchrun`, on so many of its ranks: they are its children.
+    """
+
+    def start(*arguments: object, code: str = "", torchrun: int = 0, **env: str) -> subprocess.Popen:
         program = [str(ROOT / "run.py")]
-        if code:
-            program = ["-c", f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\nimport run\nsys.exit(run.main())"]
+        before = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\nimport run\nsys.exit(run.main())\n"
+        if torchrun:
+            (tmp_path / "ranks.py").write_text(before)  # torchrun starts files
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
+            program = [*launcher, str(tmp_path / "ranks.py")] if code else [*launcher, *program]
+        elif code:
+            program = ["-c", before]
         with (tmp_path / "stdout").open("w") as out, (tmp_path / "stderr").open("w") as err:
             return subprocess.Popen([sys.executable, *program, *map(str, arguments)], stdout=out, stderr=err,
                                     stdin=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"} | env)  # fmt: skip
