@@ -36,7 +36,7 @@ def json_prompt(prompt: str) -> str | None:
         return json.dumps(read_json(Path(prompt[1:])))
     try:
         content = json.loads(prompt)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return json.dumps(content) if isinstance(content, dict) else None
 

