@@ -19,7 +19,7 @@ from functools import partial
 
 from nanovgen import generate, launch, mesh, plan, summary, video
 from nanovgen import job as jobs
-from nanovgen.recipe import AttentionConfig, Request, read_recipe
+from nanovgen.recipe import AttentionConfig, Request, TorchCompileConfig, read_recipe
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -36,7 +36,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         else:
             parser.add_argument(f"--{f.name.replace('_', '-')}", type=kind, default=f.default, help=text, metavar=f.name.upper())
     parser.add_argument("--recipe", default="1gpu", help="a YAML file, or the name of one in nanovgen/recipes (default 1gpu)")
-    parser.add_argument("--attention", help="attention kernel, over the recipe's: auto, cpu, flash, cudnn, efficient")
+    parser.add_argument("--attention", help="attention kernel, over the recipe's: auto or one of attention.py's")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="torch.compile, over the recipe's: block by block"
+    )
     parser.add_argument("--ranks", type=int, help="fork so many CPU ranks here (torchrun's own ranks need no flag)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop; known models need no files for it")
     return parser.parse_args(arguments)
@@ -50,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
         recipe = read_recipe(args.recipe)
         if args.attention:
             recipe = replace(recipe, attention_config=AttentionConfig(args.attention))
+        if args.compile is not None:
+            recipe = replace(recipe, torch_compile_config=TorchCompileConfig(args.compile))
         if args.ranks is not None and (args.ranks < 1 or launched > 1):
             raise ValueError(f"--ranks {args.ranks} forks ranks of its own: give 1 or more, and not under torchrun")
         request = Request(**{f.name: getattr(args, f.name) for f in fields(Request)})
@@ -100,6 +105,8 @@ def run_rank(job: "jobs.Job", world: int) -> None:
     print(f"\n{'stage':<9} {'seconds':>8} {'peak GB':>8}")
     for name, row in report["stages"].items():
         print(f"{name:<9} {row['seconds']:8.2f} {row['peak_bytes'] / 1e9:8.2f}")
+    if report["graphs_in_steps"] is not None:
+        print(f"compiled  {report['graphs_in_steps']} graphs in the timed steps")
     sent = ", ".join(f"{axis} {amount / 1e6:.3f} MB" for axis, amount in report["bytes_sent"].items())
     print(f"{'total':<9} {report['seconds']:8.2f}\nsent      {sent or 'nothing: one rank'}")
     print(f"seed      {job.request.seed}\nvideo     {report['output']}", flush=True)

@@ -7,10 +7,18 @@ results over disjoint keys can be merged exactly (FlashAttention, arXiv:2205.141
 GQA: query head j reads key head j // (H / Hkv). Only this file transposes q, k, v: kernels disagree about the layout of
 their tensors and of their LSE, so each is wrapped once here, and `prove` checks a kernel's LSE against a plain softmax
 before it is used.
+
+    cpu, efficient     torch's own, any dtype          fa2    flash-attn               capability 8.0 and up
+    flash, cudnn       torch's own, half precision     fa3    fa3-fwd, flash-attn-3    9.0     arXiv:2407.08608
+                                                       fa4    flash-attn-4             9.0 and 10.0
+    fa3-fp8            fa3 on q, k, v rounded to float8: faster, and a few per cent off, so never chosen unasked
 """
 
+import importlib
 import math
 from collections.abc import Callable
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -23,8 +31,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel | None = None) -> 
     """Attend locally. Shapes as in the file's header; without a kernel, the default of q's device and dtype."""
     if not q.shape[1] or not k.shape[1]:  # nothing to see: weight 0 in any merge
         return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
-    kernel = kernel or KERNELS[default_kernel(q.device, q.dtype)]
-    if k.shape[2] != q.shape[2]:
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    kernel = kernel or KERNELS[default_kernel(q.device, q.dtype, grad)]
+    if k.shape[2] != q.shape[2] and (grad or kernel not in GROUPED):
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     o, lse = kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     return o.transpose(1, 2), lse.transpose(1, 2)
@@ -71,24 +80,102 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return o, lse[:, :, : q.shape[2]]  # it pads the rows of the LSE to a multiple of 32
 
 
-KERNELS: dict[str, Kernel] = {"cpu": _cpu, "flash": _flash, "cudnn": _cudnn, "efficient": _efficient}
+def _fa2(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """All of FlashAttention's own kernels want (b, s, H, d), and give the LSE as (b, H, s)."""
+    o, lse = installed("fa2").flash_attn_func(*tokens_first(q, k, v), return_attn_probs=True)[:2]
+    return o.transpose(1, 2), lse
 
 
-def default_kernel(device: torch.device, dtype: torch.dtype) -> str:
-    """CPU has one; on a GPU, cuDNN for half precision, and the one that takes fp32 for the rest."""
+def _fa3(q: Tensor, k: Tensor, v: Tensor, **descale: Tensor) -> tuple[Tensor, Tensor]:
+    o, lse = installed("fa3").flash_attn_func(*tokens_first(q, k, v), return_attn_probs=True, **descale)[:2]
+    return o.transpose(1, 2), lse
+
+
+def _fa3_fp8(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    (q, q_descale), (k, k_descale), (v, v_descale) = (to_fp8(x, k.shape[1]) for x in (q, k, v))
+    return _fa3(q, k, v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+
+
+def _fa4(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    o, lse = installed("fa4").flash_attn_func(*tokens_first(q, k, v), return_lse=True)[:2]
+    return o.transpose(1, 2), lse
+
+
+def tokens_first(*tensors: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def to_fp8(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """x (b, H, s, d) in units of its largest number / 448, and these units (b, groups) fp32: one for each key head's group."""
+    largest = torch.linalg.vector_norm(x, math.inf, dim=(2, 3)).float().unflatten(1, (groups, -1)).amax(2)
+    unit = largest.clamp(min=torch.finfo(torch.float32).tiny) / torch.finfo(torch.float8_e4m3fn).max
+    inverse = (1 / unit).to(x.dtype).repeat_interleave(x.shape[1] // groups, dim=1)
+    return (x * inverse[:, :, None, None]).to(torch.float8_e4m3fn), unit
+
+
+KERNELS: dict[str, Kernel] = {"cpu": _cpu, "flash": _flash, "cudnn": _cudnn, "efficient": _efficient, "fa2": _fa2, "fa3": _fa3,
+                              "fa4": _fa4, "fa3-fp8": _fa3_fp8}  # fmt: skip
+GROUPED = {kernel for name, kernel in KERNELS.items() if name != "efficient"}  # take fewer key heads than query heads
+# Kernels that are installed apart from torch: their modules, the first that is there; the cards' capabilities.
+MODULES = {"fa2": ("flash_attn",), "fa3": ("fa3_fwd_interface", "flash_attn_interface"), "fa4": ("flash_attn.cute",)}
+CARDS = {"fa2": range(8, 13), "fa3": (9,), "fa4": (9, 10)}
+BEST = {9: "fa3", 10: "fa4"}  # by capability, where it is installed
+
+
+@cache
+def installed(name: str) -> ModuleType | None:
+    """The module with that kernel's flash_attn_func; None where there is none, or it does not fit this torch."""
+    for module in MODULES[name]:
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            continue
+        if hasattr(found, "flash_attn_func"):
+            return found
+    return None
+
+
+def refusal(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a kernel cannot run there, as what follows its name; None: it can."""
+    base = name.removesuffix("-fp8")
+    if base in MODULES and installed(base) is None:
+        return "is not installed here"
+    if (name == "cpu") != (device.type == "cpu"):
+        return f"does not run on {device.type}"
+    if base in MODULES and torch.cuda.get_device_capability(device)[0] not in CARDS[base]:
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"is for cards of capability {', '.join(f'{n}.x' for n in CARDS[base])}, and this one's is {major}.{minor}"
+    if name not in ("cpu", "efficient") and dtype == torch.float32:
+        return "takes bfloat16, not float32"
+    return None
+
+
+def default_kernel(device: torch.device, dtype: torch.dtype, grad: bool = False) -> str:
+    """CPU has one; on a GPU the best that is there for half precision, and the one that takes fp32 for the rest.
+
+    With `grad` one of torch's own: of those installed apart some have no backward pass.
+    """
     if device.type == "cpu":
         return "cpu"
-    return "cudnn" if dtype in (torch.bfloat16, torch.float16) else "efficient"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "efficient"
+    best = BEST.get(torch.cuda.get_device_capability(device)[0])
+    return best if best and dtype == torch.bfloat16 and not grad and refusal(best, device, dtype) is None else "cudnn"
 
 
 def prove(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Compare a kernel with a plain softmax on 7 queries and 5 keys; raises RuntimeError where o or LSE is off."""
+    """Compare a kernel with a plain softmax: 7 queries, 5 keys, two query heads to a key head.
+
+    Raises RuntimeError where o or LSE is off.
+    """
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, n, 2, head_dim, generator=generator).to(device, dtype) for n in (7, 5, 5))
-    scores = torch.einsum("bshd,bthd->bsht", q.double(), k.double()) / math.sqrt(head_dim)
-    truth = torch.einsum("bsht,bthd->bshd", scores.softmax(-1), v.double()), scores.logsumexp(-1)
+    q, k, v = (torch.randn(1, n, h, head_dim, generator=generator).to(device, dtype) for n, h in ((7, 4), (5, 2), (5, 2)))
+    whole_k, whole_v = (x.double().repeat_interleave(2, dim=2) for x in (k, v))
+    scores = torch.einsum("bshd,bthd->bsht", q.double(), whole_k) / math.sqrt(head_dim)
+    truth = torch.einsum("bsht,bthd->bshd", scores.softmax(-1), whole_v), scores.logsumexp(-1)
     found = attention(q, k, v, kernel)
+    limit = 1e-4 if dtype == torch.float32 else 1e-1 if kernel is _fa3_fp8 else 2e-2
     for what, a, b in zip(("output", "LSE"), found, truth, strict=True):
         error = (a.double() - b).norm() / b.norm()
-        if not error < (1e-4 if dtype == torch.float32 else 2e-2):
+        if not error < limit:
             raise RuntimeError(f"attention kernel {kernel.__name__}: {what} is off by {error:.1e} of a plain softmax's")

@@ -163,14 +163,31 @@ class SwiGLU(nn.Module):
 class Layer(nn.Module):
     """The same in both towers; they differ in what `attend` lets a token see."""
 
+    LOCAL = ("before", "q", "k", "v", "last")  # what torch.compile takes (compiled.py): no rank talks to another in them
+
     def __init__(self, c: CosmosConfig):
         super().__init__()
         self.self_attn, self.mlp = Attention(c), SwiGLU(c)
         self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor, rope: Tensor, attend: Attend, prefix: KV | None = None) -> Tensor:
-        h, a = self.input_layernorm(x), self.self_attn
-        x = x + a.out(attend(lambda: rotate(a.q(h), rope), lambda: rotate(a.k(h), rope), lambda: a.v(h), prefix))
+        h = self.before(x)
+        return self.last(x, attend(lambda: self.q(h, rope), lambda: self.k(h, rope), lambda: self.v(h), prefix))
+
+    def before(self, x: Tensor) -> Tensor:
+        return self.input_layernorm(x)
+
+    def q(self, h: Tensor, rope: Tensor) -> Tensor:
+        return rotate(self.self_attn.q(h), rope)
+
+    def k(self, h: Tensor, rope: Tensor) -> Tensor:
+        return rotate(self.self_attn.k(h), rope)
+
+    def v(self, h: Tensor) -> Tensor:
+        return self.self_attn.v(h)
+
+    def last(self, x: Tensor, o: Tensor) -> Tensor:
+        x = x + self.self_attn.out(o)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -24,10 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanovgen import attention, cfg, checkpoint, mesh, plan, scheduler, summary, tp, vae_parallel, video
+from nanovgen import attention, cfg, checkpoint, compiled, mesh, plan, scheduler, summary, tp, vae_parallel, video
 from nanovgen.cosmos import KV, Cosmos
 from nanovgen.cosmos import Context as CosmosContext
-from nanovgen.job import Job, find_preset
+from nanovgen.job import Job, find_preset, warm_jobs
 from nanovgen.recipe import Request, parse_size
 from nanovgen.text import encode_prompt
 from nanovgen.wan import Context as WanContext
@@ -35,10 +35,11 @@ from nanovgen.wan import Wan
 
 
 class Stages:
-    """Seconds and peak memory by stage."""
+    """Seconds and peak memory by stage, and what was compiled too late."""
 
     def __init__(self, device: torch.device):
         self.device, self.rows = device, {}
+        self.graphs: int | None = None  # compiled in the timed steps; None: nothing was to be compiled
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -155,6 +156,10 @@ def make_context(job: Job, model: Wan | Cosmos, text: Text) -> WanContext | Cosm
 def denoise(job: Job, texts: dict[int, Text], condition: Tensor | None, stages: Stages) -> Tensor:
     """Latents (1, c, f, y, x), fp32 on the device."""
     experts = {part: load(job, part, stages) for part in job.models if part.startswith("transformer")}
+    if enabled := job.recipe.torch_compile_config.enable:
+        with stages("warm-up"):
+            warm_up(job, {part: compiled.compile_blocks(model) for part, model in experts.items()}, texts, condition)
+        stages.graphs = -compiled.graphs()
     with stages("denoise"):
         contexts = {part: {i: make_context(job, model, text) for i, text in texts.items()} for part, model in experts.items()}
         generator = torch.Generator().manual_seed(job.request.seed)  # on the CPU: the same on every machine
@@ -172,8 +177,22 @@ def denoise(job: Job, texts: dict[int, Text], condition: Tensor | None, stages: 
                 state, x = step(state, job.sigmas, i, x, v)
                 check_finite(x, f"denoising, step {i + 1}")
                 progress.update()
+    if enabled:
+        stages.graphs += compiled.graphs()
     job.mesh.check_used(["tp", "ring", "kv_axis", "q_axis", "ulysses", "seq", *(["cfg"] if job.negative is not None else [])])
     return x
+
+
+def warm_up(job: Job, experts: dict[str, nn.Module], texts: dict[int, Text], condition: Tensor | None) -> None:
+    """One step at every shape of the warm-up, by one expert: the other has the same code. What it sends is not counted."""
+    part, model = next(iter(experts.items()))
+    time, before = next(t for t in job.times if job.expert(t) == part), dict(job.mesh.sent)
+    channels = job.preset.latent[0] + (condition.shape[1] if isinstance(model, Wan) and condition is not None else 0)
+    for shape in warm_jobs(job):
+        contexts = {i: make_context(shape, model, text) for i, text in texts.items()}
+        velocity(shape, model, torch.zeros(1, channels, *shape.latent_shape, device=job.device), time, contexts)
+    job.mesh.sent.clear()
+    job.mesh.sent.update(before)
 
 
 def latents_path(out: Path) -> Path:
@@ -281,6 +300,7 @@ def describe_run(job: Job, stages: Stages, saved: Path, seconds: float) -> dict:
         "sigmas": job.sigmas.tolist(),
         "timesteps": job.times,
         "stages": {name: {"seconds": s, "peak_bytes": peak} for name, (s, peak) in stages.rows.items()},
+        "graphs_in_steps": stages.graphs,
         "seconds": seconds,
         "bytes_sent": job.mesh.bytes_sent(),
         "latents": str(saved),

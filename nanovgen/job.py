@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nanovgen import attention, dress, plan, scheduler, video
+from nanovgen import attention, compiled, dress, plan, scheduler, video
 from nanovgen.checkpoint import Component, build, check, locate, open_component
 from nanovgen.cosmos import Cosmos, CosmosConfig, TextTower
 from nanovgen.dress import ChatTokenizer
@@ -21,7 +21,7 @@ from nanovgen.text import UMT5, PromptTokenizer, UMT5Config
 from nanovgen.vae import VAE, VAEConfig
 from nanovgen.wan import Wan, WanConfig
 
-KNOWN_KERNELS = ("fa2", "fa3", "fa4")  # of recipes; installed apart from torch
+RACK_KERNELS = ("fa2", "fa3", "fa4", "fa3-fp8")  # of recipes that forked CPU ranks may try out with another kernel
 CONFIGS = {"wan": WanConfig, "cosmos": CosmosConfig}
 HERE = Path(__file__).resolve().parent.parent / "weights"
 
@@ -193,7 +193,18 @@ def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, 
         plan.check_vae(recipe.parallel_config, world, job.latent_shape)
     else:
         plan.check(recipe.parallel_config, world, job.work)
+        compiled.check(recipe.torch_compile_config.enable, recipe.parallel_config.tp_size)
+        warm_jobs(job)
     return job
+
+
+def warm_jobs(job: Job) -> list[Job]:
+    """This job at each shape of the recipe's compilation_config, and as it is: what a compiled model is warmed up with."""
+    shapes = [(f"{width}x{height}", frames) for width, height, frames in job.recipe.compilation_config.shapes()]
+    if not job.recipe.torch_compile_config.enable:
+        return []
+    return [replace(job, request=replace(job.request, size=size, frames=frames))
+            for size, frames in dict.fromkeys([*shapes, (job.request.size, job.request.frames)])]  # fmt: skip
 
 
 def check_dressing(request: Request, preset: Preset) -> None:
@@ -264,17 +275,17 @@ def place(request: Request, recipe: Recipe, forked: bool) -> tuple[torch.device,
     if request.dtype not in dtypes:
         raise ValueError(f"dtype {request.dtype!r} is not one of {', '.join(dtypes)}")
     device, dtype = torch.device(kind), dtypes[request.dtype]
-    kernel, default = recipe.attention_config.backend, attention.default_kernel(device, dtype)
-    kernel = kernel.lower()
-    if kernel in KNOWN_KERNELS and kernel not in attention.KERNELS:
-        if not forked:
-            raise ValueError(f"attention backend {kernel} is not installed here; auto takes {default}")
+    kernel, default = recipe.attention_config.backend.lower(), attention.default_kernel(device, dtype)
+    if kernel == "auto":
+        return device, dtype, default, ""
+    if kernel not in attention.KERNELS:
+        raise ValueError(f"attention backend {kernel!r} is not one of auto, {', '.join(attention.KERNELS)}")
+    missing = attention.refusal(kernel, device, dtype)
+    if missing is None:
+        return device, dtype, kernel, ""
+    if forked and kernel in RACK_KERNELS:
         return device, dtype, default, f" in place of {kernel}, as forked CPU ranks do"
-    if kernel != "auto" and kernel not in attention.KERNELS:
-        raise ValueError(f"attention backend {kernel!r} is not one of auto, {', '.join((*attention.KERNELS, *KNOWN_KERNELS))}")
-    if kernel != "auto" and (kernel == "cpu") != (kind == "cpu"):
-        raise ValueError(f"attention backend {kernel} does not run on {kind}; auto takes {default}")
-    return device, dtype, default if kernel == "auto" else kernel, ""
+    raise ValueError(f"attention backend {kernel} {missing}; auto takes {default}")
 
 
 def output_path(request: Request) -> Path:

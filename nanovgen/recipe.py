@@ -222,12 +222,36 @@ class CompilationConfig:
     resolutions: tuple = ()
     num_frames: tuple = ()
 
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """Width, height and frames (4k+1, those of the latent frames) of every resolution with every length."""
+        for size in self.resolutions:
+            if not (
+                isinstance(size, list | tuple) and len(size) == 2 and all(type(n) is int and n > 0 and n % 16 == 0 for n in size)
+            ):
+                raise ValueError(f"resolutions has {size!r}; each is [height, width], multiples of 16, such as [720, 1280]")
+        if bad := [n for n in self.num_frames if type(n) is not int or n < 1]:
+            raise ValueError(f"num_frames has {bad[0]!r}; each is a number of frames")
+        return [(width, height, 4 * latent_frames(n) - 3) for height, width in self.resolutions for n in self.num_frames]
+
+
+def latent_frames(frames: int) -> int:
+    """Floored, as the article's runtime does: 80 frames would be 20 latent ones, 81 are 21."""
+    return frames // 4 if frames % 4 == 0 else (frames - 1) // 4 + 1
+
+
+@dataclass(frozen=True)
+class TorchCompileConfig:
+    """The local math of each block through torch.compile (compiled.py)."""
+
+    enable: bool = False
+
 
 @dataclass(frozen=True)
 class Recipe:
     attention_config: AttentionConfig = AttentionConfig()
     parallel_config: ParallelConfig = ParallelConfig()
     compilation_config: CompilationConfig = CompilationConfig()
+    torch_compile_config: TorchCompileConfig = TorchCompileConfig()
 
 
 def read_recipe(name: str) -> Recipe:

@@ -4,7 +4,8 @@ import torch
 
 from nanovgen import plan, push, scheduler
 from nanovgen.checkpoint import final_dtype
-from nanovgen.job import Job, stored_schedule
+from nanovgen.job import Job, stored_schedule, warm_jobs
+from nanovgen.recipe import latent_frames
 
 
 def describe(job: Job) -> dict[str, str]:
@@ -76,9 +77,10 @@ def describe_ranks(job: Job) -> str:
 
 
 def warm_up(job: Job) -> str:
-    frames = job.recipe.compilation_config.num_frames
-    floored = ", ".join(f"{n} frames would be {n // 4 if n % 4 == 0 else (n - 1) // 4 + 1} latent frames" for n in frames)
-    return f"nothing is compiled in this version{'; the recipe names shapes: ' + floored if frames else ''}"
+    floored = [f"{n} frames would be {latent_frames(n)} latent frames" for n in job.recipe.compilation_config.num_frames]
+    named = f"; the recipe names shapes: {', '.join(floored)}" if floored else ""
+    shapes = ", ".join(f"{warm.request.size} in {warm.latent_shape[0]} latent frames" for warm in warm_jobs(job))
+    return (f"one step each of {shapes}, before the timed steps" if shapes else "nothing is compiled") + named
 
 
 def describe_sends(job: Job) -> str:

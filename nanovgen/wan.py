@@ -123,7 +123,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    """What lies between two attentions is one method each: no rank talks to another in them."""
+
     COLUMN, ROW = ("mlp_up",), ("mlp_down",)
+    LOCAL = ("before", "q", "k", "v", "between", "last")  # what torch.compile takes (compiled.py)
 
     def __init__(self, config: WanConfig):
         super().__init__()
@@ -136,20 +139,36 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor, text_kv: tuple, rope: Tensor, attend: Attend) -> Tensor:
         """x (b, s, C), time (b, 6, C) -> (b, s, C). Residuals add up in fp32 and round once."""
-        mod = (self.scale_shift_table.float() + time.float()).chunk(6, dim=1)  # six of (b, 1, C)
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = mod
+        mod = self.scale_shift_table.float() + time.float()  # (b, 6, C): shift, scale, gate of attention, then of the MLP
+        h = self.before(x, mod)
+        o = attend(lambda: self.q(h, rope), lambda: self.k(h, rope), lambda: self.v(h))
+        x, q = self.between(x, o, mod)
+        o = attention(q, *text_kv)[0]  # the text is whole on every rank
+        return self.last(x, o, mod)
 
-        h = modulate(x, scale_a, shift_a, self.eps)
-        a = self.self_attn
-        o = attend(lambda: rotate(a.q(h), rope), lambda: rotate(a.k(h), rope), lambda: a.v(h))
-        x = (x.float() + a.out(o) * gate_a).to(x.dtype)
+    def before(self, x: Tensor, mod: Tensor) -> Tensor:
+        return modulate(x, mod[:, 1:2], mod[:, 0:1], self.eps)
 
+    def q(self, h: Tensor, rope: Tensor) -> Tensor:
+        return rotate(self.self_attn.q(h), rope)
+
+    def k(self, h: Tensor, rope: Tensor) -> Tensor:
+        return rotate(self.self_attn.k(h), rope)
+
+    def v(self, h: Tensor) -> Tensor:
+        return self.self_attn.v(h)
+
+    def between(self, x: Tensor, o: Tensor, mod: Tensor) -> tuple[Tensor, Tensor]:
+        """x after self-attention, and the queries of cross-attention."""
+        x = (x.float() + self.self_attn.out(o) * mod[:, 2:3]).to(x.dtype)
         h = F.layer_norm(x.float(), x.shape[-1:], self.cross_norm.weight, self.cross_norm.bias, self.eps).to(x.dtype)
-        x = x + self.cross_attn.out(attention(self.cross_attn.q(h), *text_kv)[0])  # the text is whole on every rank
+        return x, self.cross_attn.q(h)
 
-        h = modulate(x, scale_m, shift_m, self.eps)
+    def last(self, x: Tensor, o: Tensor, mod: Tensor) -> Tensor:
+        x = x + self.cross_attn.out(o)
+        h = modulate(x, mod[:, 4:5], mod[:, 3:4], self.eps)
         h = self.mlp_down(F.gelu(self.mlp_up(h), approximate="tanh"))
-        return (x.float() + h.float() * gate_m).to(x.dtype)
+        return (x.float() + h.float() * mod[:, 5:6]).to(x.dtype)
 
 
 class Wan(nn.Module):

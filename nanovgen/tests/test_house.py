@@ -12,11 +12,12 @@ LEVELS = [  # a file imports from earlier rows only
     {"mesh"},
     {"attention", "vae", "text", "dress", "scheduler", "video"},
     {"ulysses", "ring", "attn2d", "cfg", "tp", "vae_parallel"},
-    {"wan", "cosmos", "checkpoint", "launch"},
+    {"wan", "cosmos", "checkpoint", "launch", "compiled"},
     {"plan"},
     {"job"},
     {"summary"},
     {"generate", "lesson"},
+    {"bench"},
 ]
 
 

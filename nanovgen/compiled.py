@@ -1,0 +1,36 @@
+"""torch.compile, block by block: the local math between attentions is compiled, everything that ranks exchange is not.
+
+    before | q, k, v | attend: the scheme, its kernel and its collectives | between | cross-attention | last
+    ^^^^^^   ^^^^^^^                    as they are                         ^^^^^^^                     ^^^^    compiled
+
+A block's class names these methods in LOCAL. All blocks of a model share the code of a method and the shapes that go
+through it, so each is compiled once a shape, in the first block, and the rest of the model finds it ready. Shapes are
+fixed (dynamic=False): a shape never seen before costs a compilation, hence the warm-up, and `graphs` counts them.
+
+Refuses  tensor parallelism: its all-reduces lie inside these methods.
+"""
+
+import torch
+from torch import nn
+
+
+def check(enable: bool, tp_size: int) -> None:
+    """Raises ValueError where the local math of a block is not local."""
+    if enable and tp_size > 1:
+        raise ValueError(f"torch_compile_config.enable with tp_size {tp_size}: its all-reduces lie inside what is compiled; "
+                         "set enable to false, or tp_size to 1")  # fmt: skip
+
+
+def compile_blocks(model: nn.Module) -> nn.Module:
+    """Put the compiled methods in the place of each block's own; nothing is compiled before it is first called."""
+    for module in model.modules():
+        for name in getattr(module, "LOCAL", ()):
+            setattr(module, name, torch.compile(getattr(module, name), dynamic=False))
+    return model
+
+
+def graphs() -> int:
+    """How many graphs this process has compiled so far; a step that needs no new one leaves it as it is."""
+    from torch._dynamo.utils import counters  # its import takes a second, which runs without torch.compile need not spend
+
+    return counters["stats"]["unique_graphs"]
