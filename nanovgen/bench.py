@@ -1,0 +1,523 @@
+"""How fast, how near its own kernels, and beside what peer: a denoiser of random weights, a VAE, an exchange. No checkpoint.
+
+    python -m nanovgen.bench --model wan2.2-t2v-a14b --frames 77 --compile --peer diffusers        # one GPU
+    torchrun --standalone --nproc-per-node 2 -m nanovgen.bench --model wan2.2-t2v-a14b --sweep     # every recipe of 2 ranks
+    torchrun --standalone --nproc-per-node 2 -m nanovgen.bench --vae --exchange --no-denoise       # the other two parts
+    python -m nanovgen.bench --ranks 2 --sweep --size 64x32 --frames 5                             # forked CPU ranks
+
+A *turn* is one forward of the denoiser on every CFG half, and the exchange of what they predict; a step of two guidance
+streams is 2 / cfg turns. Times are medians of `--steps` turns, on the slowest rank: by CUDA events, on a CPU by its clock.
+
+    linears     2 x in x out a token, over every matrix of a block and the two at the ends
+    attention   4 x queries x keys x H d a layer, self and (Wan) cross; norms, rotation and softmax are not counted
+    floor       this rank's matrices and attention passes, each timed alone on its own shape and added up
+
+The ratio of a turn to its floor is what everything else costs: norms, rotation, gating, exchanges, the host.
+"""
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovgen import attention, cfg, checkpoint, compiled, launch, mesh, plan, tp, ulysses, vae_parallel
+from nanovgen.cosmos import Cosmos, CosmosConfig
+from nanovgen.job import CONFIGS, place
+from nanovgen.mesh import Axis, Cut, Mesh
+from nanovgen.recipe import PRESETS, AttentionConfig, ParallelConfig, Preset, Request, parse_size, read_recipe
+from nanovgen.vae import VAE, VAEConfig
+from nanovgen.wan import Wan, WanConfig
+
+Config = WanConfig | CosmosConfig
+ARTICLE = dict(b=2, tokens=6144, heads=32, d=128)  # of its isolated exchange
+PEAK = {"cuda": 8192, "cpu": 256}  # rows and columns of the matrix product that stands for the device's peak
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is timed, on what."""
+
+    preset: Preset
+    config: Config
+    latent: tuple[int, int, int]  # f, y, x
+    text: int  # rows
+    device: torch.device
+    dtype: torch.dtype
+    kernel: str
+    compile: bool
+    steps: int
+    warmup: int
+
+    @property
+    def work(self) -> plan.Work:
+        return plan.work(self.config, self.latent, self.dtype.itemsize)
+
+
+class Clock:
+    """Marks in a device's own time."""
+
+    def __init__(self, device: torch.device):
+        self.gpu = device.type == "cuda"
+
+    def mark(self) -> "torch.cuda.Event | float":
+        if not self.gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def sync(self) -> None:
+        if self.gpu:
+            torch.cuda.synchronize()
+
+    def seconds(self, start: object, end: object) -> float:
+        """Between two marks, after a sync."""
+        return start.elapsed_time(end) / 1e3 if self.gpu else end - start
+
+
+def alone(f: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
+    """Median seconds of f() by itself, once warm."""
+    clock, marks = Clock(device), []
+    f()
+    for _ in range(repeats):
+        clock.sync()
+        start = clock.mark()
+        f()
+        marks.append((start, clock.mark()))
+    clock.sync()
+    return median(clock.seconds(*pair) for pair in marks)
+
+
+# The denoiser: weights, counted work, floor
+
+
+def random_weights(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Fill a model on meta where it will run: matrices of unit gain, norms of 1, biases of 0."""
+    generator, state = torch.Generator(device).manual_seed(0), {}
+    for name, p in model.state_dict().items():
+        kind = dict(device=device, dtype=checkpoint.final_dtype(model, name, dtype))
+        if p.ndim == 1:
+            state[name] = torch.zeros(p.shape, **kind) if name.endswith("bias") else torch.ones(p.shape, **kind)
+        else:
+            state[name] = torch.randn(p.shape, generator=generator, **kind).div_(p[0].numel() ** 0.5)
+    model.load_state_dict(state, assign=True)
+    return model.eval()
+
+
+def make_model(bench: Bench, axis: Axis = Axis("tp")) -> nn.Module:
+    kind = Wan if isinstance(bench.config, WanConfig) else Cosmos
+    model = random_weights(tp.split(checkpoint.build(kind, bench.config), axis), bench.device, bench.dtype)
+    return compiled.compile_blocks(model) if bench.compile and axis.size == 1 else model  # compiled.py refuses tp
+
+
+def make_context(bench: Bench, model: nn.Module, tp_size: int) -> object:
+    """Of a random text: Wan reads its states, Cosmos3 the keys and values that its text tower would have left."""
+    random = partial(torch.randn, device=bench.device, dtype=bench.dtype)
+    if isinstance(model, Wan):
+        return model.context(random(1, bench.text, bench.config.text_dim), *bench.latent)
+    c = bench.config
+    shape = (1, bench.text, c.num_key_value_heads // tp_size, c.head_dim)
+    prefix = [(random(shape), random(shape)) for _ in range(c.num_hidden_layers)]
+    return model.context(prefix, *bench.latent, bench.preset.fps)
+
+
+def matrices(c: Config, tp_size: int = 1) -> list[tuple[int, int, int]]:
+    """(in, out, how many) of a forward's matrices over the clip's tokens, as a rank of tensor parallelism holds them."""
+    p = tp_size
+    if isinstance(c, WanConfig):
+        C, ffn, L, ends = c.width, c.ffn_dim, c.num_layers, (4 * c.in_channels, 4 * c.out_channels)
+        block = [(C, C // p, 4 * L), (C // p, C, 2 * L), (C, ffn // p, L), (ffn // p, C, L)]  # q k v, cross q; o, cross o
+    else:
+        C, ffn, L, ends = c.hidden_size, c.intermediate_size, c.num_hidden_layers, (4 * c.latent_channel,) * 2
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        block = [(C, q // p, L), (C, kv // p, 2 * L), (q // p, C, L), (C, ffn // p, 2 * L), (ffn // p, C, L)]
+    return [*block, (ends[0], C, 1), (C, ends[1], 1)]
+
+
+def flops(bench: Bench) -> dict[str, int]:
+    """Of one forward on one device."""
+    work, wan = bench.work, isinstance(bench.config, WanConfig)
+    a_key = 4 * work.tokens * work.heads * work.head_dim * work.layers
+    return {
+        "linears": sum(2 * work.tokens * i * o * n for i, o, n in matrices(bench.config)),
+        "attention": a_key * (work.tokens + (0 if wan else bench.text)),
+    } | ({"cross-attention": a_key * bench.text} if wan else {})
+
+
+def floor(bench: Bench, parallel: ParallelConfig) -> dict[str, float]:
+    """Seconds of this recipe's matrices and attention passes on one rank of full chunks, each alone."""
+    work, p, (rows, columns) = bench.work, parallel, parallel.attn2d_size
+    cp = p.ring_size * rows * columns
+    block, random = -(-work.tokens // cp), partial(torch.randn, device=bench.device, dtype=bench.dtype)
+    s, spread = -(-block // p.ulysses_size), p.tp_size * p.ulysses_size
+    found = {"linears": 0.0}
+    for i, o, count in matrices(bench.config, p.tp_size):
+        x, w = random(s, i), random(o, i)
+        found["linears"] += count * alone(lambda x=x, w=w: F.linear(x, w), bench.device)
+    wan, kernel = isinstance(bench.config, WanConfig), attention.KERNELS[bench.kernel]
+    keys = block * rows + (0 if wan else bench.text // (columns * p.ring_size))  # every query sees the prefix once
+    q = random(1, block * columns, work.heads // spread, work.head_dim)
+    k = random(1, keys, work.kv_heads // spread, work.head_dim)
+    found["attention"] = work.layers * p.ring_size * alone(lambda: attention.attention(q, k, k, kernel), bench.device)
+    if wan:
+        q = random(1, s, work.heads // p.tp_size, work.head_dim)
+        k = random(1, bench.text, work.heads // p.tp_size, work.head_dim)
+        found["cross-attention"] = work.layers * alone(lambda: attention.attention(q, k, k), bench.device)
+    return found
+
+
+# Turns
+
+
+def staged(attend: plan.Attend, clock: Clock, spans: dict[str, list]) -> plan.Attend:
+    """The scheme, with marks around it and around each projection that it calls."""
+
+    def timed(name: str, f: Callable) -> Callable:
+        def call(*arguments: object) -> Tensor:
+            start = clock.mark()
+            out = f(*arguments)
+            spans[name].append((start, clock.mark()))
+            return out
+
+        return call
+
+    return timed("attend", lambda q, k, v, *prefix: attend(*(timed("projections", x) for x in (q, k, v)), *prefix))
+
+
+def time_turns(bench: Bench, parallel: ParallelConfig, m: Mesh, turn: Callable[[plan.Attend], object]) -> dict:
+    """Medians in seconds over this rank's timed turns, by stage; what one sent; graphs compiled in them; peak memory."""
+    clock, rows = Clock(bench.device), []
+    attend = plan.bind(parallel, m, bench.work.tokens, attention.KERNELS[bench.kernel])
+    for _ in range(bench.warmup):
+        turn(attend)
+    graphs = compiled.graphs() if bench.compile else 0
+    if clock.gpu:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(bench.steps):
+        spans = defaultdict(list)
+        m.sent.clear()
+        clock.sync()
+        begin, start = time.perf_counter(), clock.mark()
+        turn(staged(attend, clock, spans))
+        end, issued = clock.mark(), time.perf_counter() - begin
+        clock.sync()
+        wall, row = time.perf_counter() - begin, {"turn": clock.seconds(start, end), "host issued after": issued}
+        row |= {name: sum(clock.seconds(*pair) for pair in pairs) for name, pairs in spans.items()}
+        row["attend"] -= row["projections"]  # exchanges and kernel
+        row["rest"] = row["turn"] - row["attend"] - row["projections"]
+        row["host not covered"] = max(0.0, wall - row["turn"])
+        rows.append(row)
+    return {
+        "seconds": {name: median(row[name] for row in rows) for name in rows[0]},
+        "all_turns": [row["turn"] for row in rows],
+        "bytes_sent": m.bytes_sent(),
+        "graphs_in_turns": compiled.graphs() - graphs if bench.compile else None,
+        "peak_bytes": torch.cuda.max_memory_allocated() if clock.gpu else None,
+    }
+
+
+def bench_recipe(bench: Bench, parallel: ParallelConfig, model: nn.Module | None, peak: float, profile: bool = False) -> dict:
+    """One recipe on the ranks there are. `model` is one that is whole; under tensor parallelism its slices are made anew."""
+    m = mesh.open_mesh(bench.device, plan.degrees(parallel))
+    model = make_model(bench, m.tp) if parallel.tp_size > 1 else model
+    context = make_context(bench, model, parallel.tp_size)
+    channels = bench.config.in_channels if isinstance(model, Wan) else bench.config.latent_channel
+    x = torch.randn(1, channels, *bench.latent, generator=torch.Generator().manual_seed(0)).to(bench.device, bench.dtype)
+    t = torch.tensor([500], device=bench.device)
+    turn = lambda attend: cfg.run_streams(lambda _: model(x, t, context, attend, m.seq), parallel.cfg_size, m.cfg)  # noqa: E731
+    found = time_turns(bench, parallel, m, turn)
+    if profile and bench.device.type == "cuda":
+        attend = plan.bind(parallel, m, bench.work.tokens, attention.KERNELS[bench.kernel])
+        found["seconds"]["GPU idle in a profiled turn"] = idle(lambda: turn(attend))
+    ranks = [found["seconds"]] if m.world.size == 1 else mesh.gather_objects(found["seconds"])
+    found["seconds"] = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+    each, counted = floor(bench, parallel), flops(bench)
+    seconds, share = found["seconds"]["turn"], parallel.world // parallel.cfg_size
+    rate = sum(counted.values()) / share / seconds / 1e12
+    return found | {
+        "recipe": asdict(parallel), "flops": counted, "tflops_a_rank": rate, "of_peak": rate / peak, "floor": each,
+        "turn_to_floor": seconds / sum(each.values()), "step_seconds": 2 * seconds / parallel.cfg_size,
+    }  # fmt: skip
+
+
+def idle(f: Callable[[], object]) -> float:
+    """Seconds between the first and the last kernel of f() in which none ran, on any stream."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        f()
+        torch.cuda.synchronize()
+    events = (e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+    ranges = sorted((e.time_range.start, e.time_range.end) for e in events)
+    gaps, reached = 0.0, ranges[0][0]
+    for start, end in ranges:
+        gaps, reached = gaps + max(0.0, start - reached), max(reached, end)
+    return gaps / 1e6
+
+
+def recipes(world: int) -> Iterator[ParallelConfig]:
+    """Every way to spend `world` ranks: cfg, tp alone, and ulysses in its three ways beside each inner scheme."""
+    for streams in [n for n in (1, 2) if world % n == 0]:
+        rest = world // streams
+        if rest > 1:
+            yield ParallelConfig(cfg_size=streams, tp_size=rest)
+        for u in [n for n in range(rest, 0, -1) if rest % n == 0]:
+            one, cp = ParallelConfig(cfg_size=streams, ulysses_size=u), rest // u
+            if cp == 1:
+                yield one
+                if u > 1:
+                    yield from (replace(one, async_ulysses=True), replace(one, fused_ulysses=True))
+                continue
+            yield replace(one, ring_size=cp)
+            for rows in [n for n in range(1, cp + 1) if cp % n == 0]:
+                grid = replace(one, attn2d_size=(rows, cp // rows))
+                yield grid
+                if rows > 1:
+                    yield replace(grid, attn2d_merge="overlapped")
+                if rows < cp:
+                    yield replace(grid, attn2d_merge="reduce_scatter")
+
+
+def name_of(parallel: ParallelConfig) -> str:
+    degrees = " ".join(f"{name}{size}" for name, size in plan.degrees(parallel).items() if size > 1) or "one rank"
+    ways = {"async": parallel.async_ulysses, "fused": parallel.fused_ulysses}
+    ways[parallel.attn2d_merge] = parallel.attn2d_merge != "exchange"
+    return " ".join([degrees, *(way for way, on in ways.items() if on)])
+
+
+# The peer, the VAE, the exchange
+
+
+def bench_peer(bench: Bench, model: nn.Module) -> dict | str:
+    """diffusers' transformer on our very weights, with torch's fastest kernel on this shape; eager, then by compiled block."""
+    try:
+        theirs_of = importlib.import_module("diffusers")
+    except ImportError:
+        return "diffusers is not installed"
+    if not isinstance(model, Wan):
+        return "diffusers' Cosmos3 holds both towers and runs the text in every step; it is not timed"
+    c, work = bench.config, bench.work
+    with torch.device("meta"):
+        peer = theirs_of.WanTransformer3DModel(**{name: value for name, value in asdict(c).items() if name != "eps"}, eps=c.eps)
+    peer.load_state_dict({model.hub_name(name): value for name, value in model.state_dict().items()}, assign=True)
+    peer.rope = type(peer.rope)(c.attention_head_dim, (1, 2, 2), 1024).to(bench.device)  # its tables are not in the state dict
+    peer = peer.eval()
+    q = torch.randn(1, work.tokens, work.heads, work.head_dim, device=bench.device, dtype=bench.dtype)
+    torchs = {"_native_cudnn": "cudnn", "_native_flash": "flash"} if bench.dtype == torch.bfloat16 else {}
+    kernels = {name: alone(lambda k=k: attention.attention(q, q, q, attention.KERNELS[k]), bench.device)
+               for name, k in torchs.items()} if bench.device.type == "cuda" else {}  # fmt: skip
+    best = min(kernels, key=kernels.get, default="native")
+    peer.set_attention_backend(best)
+    x = torch.randn(1, c.in_channels, *bench.latent, device=bench.device, dtype=bench.dtype)
+    text = torch.randn(1, bench.text, c.text_dim, device=bench.device, dtype=bench.dtype)
+    t = torch.tensor([500], device=bench.device)
+    run = lambda: peer(x, t, text, return_dict=False)[0]  # noqa: E731
+    ours = model(x, t, model.context(text, *bench.latent), plan.bind(ParallelConfig(), Mesh(), work.tokens,
+                                                                     attention.KERNELS[bench.kernel]))  # fmt: skip
+    found = {"version": theirs_of.__version__, "kernel": best, "difference": ((run() - ours).norm() / ours.norm()).item()}
+    found["eager"] = alone(run, bench.device, bench.steps)
+    if bench.compile:
+        peer.compile_repeated_blocks(dynamic=False)
+        found["compiled"] = alone(run, bench.device, bench.steps)
+    return found
+
+
+def bench_vae(bench: Bench, chunks: list[int], world: int) -> list[dict]:
+    """Decoding the clip's latents in fp32, a chunk size at a time, on one rank and by strips on all of them."""
+    vae = random_weights(checkpoint.build(VAE, VAEConfig(**bench.preset.vae)), bench.device, torch.float32)
+    z = torch.randn(1, bench.preset.latent[0], *bench.latent, generator=torch.Generator().manual_seed(0)).to(bench.device)
+    meshes, found = {1: Mesh()}, []
+    if world > 1:
+        meshes[world] = mesh.open_mesh(bench.device, {"ulysses": world}, vae=world)
+    for degree, m in meshes.items():
+        for chunk in chunks:
+            if bench.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            decode = lambda chunk=chunk, m=m: sum(p.shape[2] for p in vae_parallel.decode(vae, z, chunk or None, m.vae, 4))  # noqa: E731
+            seconds = alone(decode, bench.device, bench.steps)
+            peak = torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else None
+            found.append({"ranks": degree, "chunk": chunk, "seconds": seconds, "peak_bytes": peak})
+    return found
+
+
+def bench_exchange(device: torch.device, dtype: torch.dtype, world: int, shape: dict, repeats: int) -> dict[str, dict]:
+    """Seconds from the first projection to q, k, v by heads, in ulysses' three ways; `ready` are q, k, v that exist already."""
+    axis, clock, found = mesh.open_mesh(device, {"ulysses": world}).ulysses, Clock(device), {}
+    cut, width = Cut(shape["tokens"], world, axis.rank), shape["heads"] * shape["d"]
+    x = torch.randn(shape["b"], cut.real(cut.rank), width, device=device, dtype=dtype)
+    weights = [torch.randn(width, width, device=device, dtype=dtype) / width**0.5 for _ in range(3)]
+    made = [lambda w=w: F.linear(x, w).unflatten(-1, (-1, shape["d"])) for w in weights]
+    ready = [lambda y=project(): y for project in made]
+    found["projections"] = {"alone": alone(lambda: [project() for project in made], device, repeats)}
+    for name in ("ulysses", "ulysses_fused", "ulysses_async"):
+        found[name] = {}
+        for what, projections in (("projected", made), ("ready", ready)):
+            marks = []
+
+            def inner(q: Tensor, k: Tensor, v: Tensor, prefix: None, marks: list = marks) -> Tensor:
+                marks[-1].append(clock.mark())
+                return q
+
+            for _ in range(repeats + 3):
+                marks.append([clock.mark()])
+                getattr(ulysses, name)(*projections, None, axis, cut, inner)
+            clock.sync()
+            seconds = median(clock.seconds(*pair) for pair in marks[3:])
+            found[name][what] = max(mesh.gather_objects(seconds)) if world > 1 else seconds
+    return found
+
+
+# The command line
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="nanovgen.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default="tiny-wan", choices=PRESETS, help="a known model's sizes; its files are not read")
+    p.add_argument("--size", help="WIDTHxHEIGHT (the model's)")
+    p.add_argument("--frames", type=int, default=77, help="4k+1; 77 are 20 latent frames, as the article's 80")
+    p.add_argument("--tokens", type=int, help="so many tokens, in place of a size and frames")
+    p.add_argument("--text", type=int, help="rows of text: 512 for Wan, 1554 for Cosmos3")
+    p.add_argument("--recipe", default="1gpu", help="as in run.py")
+    p.add_argument("--attention", default="auto", help="as in run.py")
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="as in run.py")
+    p.add_argument("--steps", type=int, default=3, help="timed turns")
+    p.add_argument("--warmup", type=int, default=1, help="turns before them")
+    p.add_argument("--denoise", action=argparse.BooleanOptionalAction, default=True, help="time the denoiser")
+    p.add_argument("--sweep", action="store_true", help="every recipe that fits the ranks, in place of --recipe")
+    p.add_argument("--peer", choices=["diffusers"], help="another implementation, on the same weights, in the same process")
+    p.add_argument("--profile", action="store_true", help="one more turn under torch.profiler: how long the GPU was idle")
+    p.add_argument("--vae", action="store_true", help="time the decode")
+    p.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4], help="latent frames a chunk of the decode; 0: all")
+    p.add_argument("--exchange", action="store_true", help="time the exchange of q, k, v at the article's shape")
+    p.add_argument("--exchange-tokens", type=int, default=ARTICLE["tokens"], help="its tokens, over all ranks")
+    p.add_argument("--ranks", type=int, default=1, help="fork so many CPU ranks")
+    p.add_argument("--device", default="auto", help="as in run.py")
+    p.add_argument("--out", type=Path, help="JSON of all of it")
+    return p.parse_args(arguments)
+
+
+def make_bench(args: argparse.Namespace) -> Bench:
+    preset, recipe = PRESETS[args.model], read_recipe(args.recipe)
+    device = "cpu" if args.ranks > 1 and args.device == "auto" else args.device
+    chosen = replace(recipe, attention_config=AttentionConfig(args.attention)) if args.attention != "auto" else recipe
+    device, dtype, kernel, _ = place(Request(device=device), chosen, args.ranks > 1)
+    width, height = parse_size(args.size or preset.size)
+    pixels = preset.latent[1]
+    latent = ((args.frames - 1) // 4 + 1, height // pixels, width // pixels) if args.tokens is None else (1, 2, 2 * args.tokens)
+    for name, least in (("steps", 1), ("warmup", 0), ("frames", 1), ("ranks", 1), ("tokens", 1)):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+    enable = recipe.torch_compile_config.enable if args.compile is None else args.compile
+    text = args.text or (512 if preset.family == "wan" else 1554)
+    config = CONFIGS[preset.family](**preset.transformer)
+    return Bench(preset, config, latent, text, device, dtype, kernel, enable, args.steps, args.warmup)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 done, 2 refused."""
+    args, launched = parse(arguments), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        bench, world = make_bench(args), max(args.ranks, launched)
+        chosen = list(recipes(world)) if args.sweep else [read_recipe(args.recipe).parallel_config]
+        if args.denoise and not args.sweep:
+            plan.check(chosen[0], world, bench.work)
+    except ValueError as error:
+        print(f"nanovgen.bench: {error}", file=sys.stderr)
+        return 2
+    run = partial(run_rank, args, bench, chosen, world)
+    if args.ranks > 1:
+        return launch.run_ranks(args.ranks, run)
+    run()
+    mesh.close_world()
+    return 0
+
+
+def run_rank(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig], world: int) -> None:
+    """All that was asked for, on this rank; rank 0 prints and writes."""
+    if world > 1:
+        bench = replace(bench, device=mesh.open_world(bench.device))
+    first = int(os.environ.get("RANK", 0)) == 0
+    say = partial(print, flush=True) if first else lambda *_: None
+    with torch.inference_mode():
+        report = measure(args, bench, chosen, world, say)
+    if first and args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def measure(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig], world: int, say: Callable) -> dict:
+    n, gpu = PEAK[bench.device.type], bench.device.type == "cuda"
+    a = torch.randn(n, n, device=bench.device, dtype=bench.dtype)
+    peak = 2 * n**3 / alone(lambda: a @ a, bench.device, 10) / 1e12
+    card = torch.cuda.get_device_name() if gpu else "cpu"
+    report = {"torch": torch.__version__, "device": card, "world": world, "peak_tflops": peak, "argv": sys.argv[1:], "rows": []}
+    say(
+        f"device    {card}, {world} ranks, torch {torch.__version__}; a {n}^3 product of {bench.dtype} runs at {peak:.1f} TFLOP/s"
+    )
+    if args.denoise:
+        say(f"model     {args.model}, latents {bench.latent}, {bench.work.tokens} tokens, {bench.text} rows of text; "
+            f"kernel {bench.kernel}, {'compiled' if bench.compile else 'eager'}")  # fmt: skip
+        attention.prove(attention.KERNELS[bench.kernel], bench.device, bench.dtype, bench.work.head_dim)
+        if bench.kernel == "fa3-fp8":
+            report["fp8_error"] = fp8_error(bench)
+            say(f"fp8       off by {report['fp8_error']:.2e} of bfloat16's output, on 4096 random tokens")
+        whole = make_model(bench) if any(p.tp_size == 1 for p in chosen) else None
+        for parallel in chosen:
+            try:
+                plan.check(parallel, world, bench.work)
+            except ValueError as error:
+                say(f"{name_of(parallel)}: {error}")
+                continue
+            report["rows"].append(row := bench_recipe(bench, parallel, whole, peak, args.profile))
+            describe(name_of(parallel), row, say)
+            gc.collect()
+        if args.peer and world == 1:
+            report["peer"] = peer = bench_peer(bench, whole)
+            say(f"diffusers {peer if isinstance(peer, str) else ', '.join(f'{k} {v}' for k, v in peer.items())}")
+        whole = None
+    if args.vae:
+        report["vae"] = bench_vae(bench, args.chunks, world)
+        for row in report["vae"]:
+            memory = f", {row['peak_bytes'] / 1e9:.1f} GB" if gpu else ""
+            say(f"decode    {row['ranks']} ranks, chunk {row['chunk']}: {row['seconds']:.3f} s{memory}")
+    if args.exchange:
+        shape = ARTICLE | {"tokens": args.exchange_tokens}
+        report["exchange"] = bench_exchange(bench.device, bench.dtype, world, shape, 50 if gpu else bench.steps)
+        for way, times in report["exchange"].items():
+            say(f"exchange  {way}: " + ", ".join(f"{what} {seconds * 1e6:.0f} us" for what, seconds in times.items()))
+    return report
+
+
+def fp8_error(bench: Bench) -> float:
+    """Of fa3-fp8's output against the default kernel's."""
+    q, k, v = (torch.randn(1, 4096, h, bench.work.head_dim, device=bench.device, dtype=bench.dtype)
+               for h in (bench.work.heads, bench.work.kv_heads, bench.work.kv_heads))  # fmt: skip
+    wanted, found = attention.attention(q, k, v)[0], attention.attention(q, k, v, attention.KERNELS["fa3-fp8"])[0]
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+def describe(name: str, row: dict, say: Callable) -> None:
+    """A recipe's figures in a few lines."""
+    late = "" if row["graphs_in_turns"] is None else f"; {row['graphs_in_turns']} graphs compiled in timed turns"
+    memory = f"; peak {row['peak_bytes'] / 1e9:.1f} GB" if row["peak_bytes"] else ""
+    say(f"\n{name}: turn {row['seconds']['turn']:.4f} s, step of two streams {row['step_seconds']:.4f} s, "
+        f"{row['tflops_a_rank']:.3g} TFLOP/s a rank ({row['of_peak']:.1%} of the product's){late}{memory}")  # fmt: skip
+    say("  stages  " + ", ".join(f"{k} {v:.4f}" for k, v in row["seconds"].items() if k != "turn") + " s")
+    say(f"  floor   {sum(row['floor'].values()):.4f} s: " + ", ".join(f"{k} {v:.4f}" for k, v in row["floor"].items())
+        + f"; the turn is {row['turn_to_floor']:.3f} times that")  # fmt: skip
+    say("  flop    " + ", ".join(f"{k} {v:.4g}" for k, v in row["flops"].items()) + " a forward")
+    say("  sent    " + (", ".join(f"{k} {v / 1e6:.3f} MB" for k, v in row["bytes_sent"].items() if v) or "nothing"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
