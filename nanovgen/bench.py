@@ -7,12 +7,7 @@
 
 A *turn* is one forward of the denoiser on every CFG half, and the exchange of what they predict; a step of two guidance
 streams is 2 / cfg turns. Times are medians of `--steps` turns, on the slowest rank: by CUDA events, on a CPU by its clock.
-
-    linears     2 x in x out a token, over every matrix of a block and the two at the ends
-    attention   4 x queries x keys x H d a layer, self and (Wan) cross; norms, rotation and softmax are not counted
-    floor       this rank's matrices and attention passes, each timed alone on its own shape and added up
-
-The ratio of a turn to its floor is what everything else costs: norms, rotation, gating, exchanges, the host.
+floor.py says what a turn must cost at least, and the ratio to that is printed with every turn.
 """
 
 import argparse
@@ -24,7 +19,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,74 +29,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovgen import attention, cfg, checkpoint, compiled, launch, mesh, plan, tp, ulysses, vae_parallel
-from nanovgen.cosmos import Cosmos, CosmosConfig
+from nanovgen.cosmos import Cosmos
+from nanovgen.floor import Bench, Clock, alone, floor, flops
 from nanovgen.job import CONFIGS, place
 from nanovgen.mesh import Axis, Cut, Mesh
-from nanovgen.recipe import PRESETS, AttentionConfig, ParallelConfig, Preset, Request, parse_size, read_recipe
+from nanovgen.recipe import PRESETS, AttentionConfig, ParallelConfig, Request, check_frames, parse_size, read_recipe
 from nanovgen.vae import VAE, VAEConfig
 from nanovgen.wan import Wan, WanConfig
 
-Config = WanConfig | CosmosConfig
 ARTICLE = dict(b=2, tokens=6144, heads=32, d=128)  # of its isolated exchange
 PEAK = {"cuda": 8192, "cpu": 256}  # rows and columns of the matrix product that stands for the device's peak
 
 
-@dataclass(frozen=True)
-class Bench:
-    """What is timed, on what."""
-
-    preset: Preset
-    config: Config
-    latent: tuple[int, int, int]  # f, y, x
-    text: int  # rows
-    device: torch.device
-    dtype: torch.dtype
-    kernel: str
-    compile: bool
-    steps: int
-    warmup: int
-
-    @property
-    def work(self) -> plan.Work:
-        return plan.work(self.config, self.latent, self.dtype.itemsize)
-
-
-class Clock:
-    """Marks in a device's own time."""
-
-    def __init__(self, device: torch.device):
-        self.gpu = device.type == "cuda"
-
-    def mark(self) -> "torch.cuda.Event | float":
-        if not self.gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def sync(self) -> None:
-        if self.gpu:
-            torch.cuda.synchronize()
-
-    def seconds(self, start: object, end: object) -> float:
-        """Between two marks, after a sync."""
-        return start.elapsed_time(end) / 1e3 if self.gpu else end - start
-
-
-def alone(f: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
-    """Median seconds of f() by itself, once warm."""
-    clock, marks = Clock(device), []
-    f()
-    for _ in range(repeats):
-        clock.sync()
-        start = clock.mark()
-        f()
-        marks.append((start, clock.mark()))
-    clock.sync()
-    return median(clock.seconds(*pair) for pair in marks)
-
-
-# The denoiser: weights, counted work, floor
+# The denoiser
 
 
 def random_weights(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -109,7 +49,7 @@ def random_weights(model: nn.Module, device: torch.device, dtype: torch.dtype) -
     generator, state = torch.Generator(device).manual_seed(0), {}
     for name, p in model.state_dict().items():
         kind = dict(device=device, dtype=checkpoint.final_dtype(model, name, dtype))
-        if p.ndim == 1:
+        if p.ndim == 1 or name.endswith("gamma"):
             state[name] = torch.zeros(p.shape, **kind) if name.endswith("bias") else torch.ones(p.shape, **kind)
         else:
             state[name] = torch.randn(p.shape, generator=generator, **kind).div_(p[0].numel() ** 0.5)
@@ -132,54 +72,6 @@ def make_context(bench: Bench, model: nn.Module, tp_size: int) -> object:
     shape = (1, bench.text, c.num_key_value_heads // tp_size, c.head_dim)
     prefix = [(random(shape), random(shape)) for _ in range(c.num_hidden_layers)]
     return model.context(prefix, *bench.latent, bench.preset.fps)
-
-
-def matrices(c: Config, tp_size: int = 1) -> list[tuple[int, int, int]]:
-    """(in, out, how many) of a forward's matrices over the clip's tokens, as a rank of tensor parallelism holds them."""
-    p = tp_size
-    if isinstance(c, WanConfig):
-        C, ffn, L, ends = c.width, c.ffn_dim, c.num_layers, (4 * c.in_channels, 4 * c.out_channels)
-        block = [(C, C // p, 4 * L), (C // p, C, 2 * L), (C, ffn // p, L), (ffn // p, C, L)]  # q k v, cross q; o, cross o
-    else:
-        C, ffn, L, ends = c.hidden_size, c.intermediate_size, c.num_hidden_layers, (4 * c.latent_channel,) * 2
-        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        block = [(C, q // p, L), (C, kv // p, 2 * L), (q // p, C, L), (C, ffn // p, 2 * L), (ffn // p, C, L)]
-    return [*block, (ends[0], C, 1), (C, ends[1], 1)]
-
-
-def flops(bench: Bench) -> dict[str, int]:
-    """Of one forward on one device."""
-    work, wan = bench.work, isinstance(bench.config, WanConfig)
-    a_key = 4 * work.tokens * work.heads * work.head_dim * work.layers
-    return {
-        "linears": sum(2 * work.tokens * i * o * n for i, o, n in matrices(bench.config)),
-        "attention": a_key * (work.tokens + (0 if wan else bench.text)),
-    } | ({"cross-attention": a_key * bench.text} if wan else {})
-
-
-def floor(bench: Bench, parallel: ParallelConfig) -> dict[str, float]:
-    """Seconds of this recipe's matrices and attention passes on one rank of full chunks, each alone."""
-    work, p, (rows, columns) = bench.work, parallel, parallel.attn2d_size
-    cp = p.ring_size * rows * columns
-    block, random = -(-work.tokens // cp), partial(torch.randn, device=bench.device, dtype=bench.dtype)
-    s, spread = -(-block // p.ulysses_size), p.tp_size * p.ulysses_size
-    found = {"linears": 0.0}
-    for i, o, count in matrices(bench.config, p.tp_size):
-        x, w = random(s, i), random(o, i)
-        found["linears"] += count * alone(lambda x=x, w=w: F.linear(x, w), bench.device)
-    wan, kernel = isinstance(bench.config, WanConfig), attention.KERNELS[bench.kernel]
-    keys = block * rows + (0 if wan else bench.text // (columns * p.ring_size))  # every query sees the prefix once
-    q = random(1, block * columns, work.heads // spread, work.head_dim)
-    k = random(1, keys, work.kv_heads // spread, work.head_dim)
-    found["attention"] = work.layers * p.ring_size * alone(lambda: attention.attention(q, k, k, kernel), bench.device)
-    if wan:
-        q = random(1, s, work.heads // p.tp_size, work.head_dim)
-        k = random(1, bench.text, work.heads // p.tp_size, work.head_dim)
-        found["cross-attention"] = work.layers * alone(lambda: attention.attention(q, k, k), bench.device)
-    return found
-
-
-# Turns
 
 
 def staged(attend: plan.Attend, clock: Clock, spans: dict[str, list]) -> plan.Attend:
@@ -260,7 +152,7 @@ def idle(f: Callable[[], object]) -> float:
         torch.cuda.synchronize()
     events = (e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
     ranges = sorted((e.time_range.start, e.time_range.end) for e in events)
-    gaps, reached = 0.0, ranges[0][0]
+    gaps, reached = 0.0, ranges[0][0] if ranges else 0
     for start, end in ranges:
         gaps, reached = gaps + max(0.0, start - reached), max(reached, end)
     return gaps / 1e6
@@ -387,6 +279,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--size", help="WIDTHxHEIGHT (the model's)")
     p.add_argument("--frames", type=int, default=77, help="4k+1; 77 are 20 latent frames, as the article's 80")
     p.add_argument("--tokens", type=int, help="so many tokens, in place of a size and frames")
+    p.add_argument("--layers", type=int, help="so many of its layers, where all would take long: every time shrinks with them")
     p.add_argument("--text", type=int, help="rows of text: 512 for Wan, 1554 for Cosmos3")
     p.add_argument("--recipe", default="1gpu", help="as in run.py")
     p.add_argument("--attention", default="auto", help="as in run.py")
@@ -413,14 +306,17 @@ def make_bench(args: argparse.Namespace) -> Bench:
     chosen = replace(recipe, attention_config=AttentionConfig(args.attention)) if args.attention != "auto" else recipe
     device, dtype, kernel, _ = place(Request(device=device), chosen, args.ranks > 1)
     width, height = parse_size(args.size or preset.size)
+    check_frames(args.frames)
     pixels = preset.latent[1]
     latent = ((args.frames - 1) // 4 + 1, height // pixels, width // pixels) if args.tokens is None else (1, 2, 2 * args.tokens)
-    for name, least in (("steps", 1), ("warmup", 0), ("frames", 1), ("ranks", 1), ("tokens", 1)):
+    for name, least in (("steps", 1), ("warmup", 0), ("frames", 1), ("ranks", 1), ("tokens", 1), ("layers", 1)):
         if (value := getattr(args, name)) is not None and value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
     enable = recipe.torch_compile_config.enable if args.compile is None else args.compile
     text = args.text or (512 if preset.family == "wan" else 1554)
     config = CONFIGS[preset.family](**preset.transformer)
+    if args.layers is not None:
+        config = replace(config, **{"num_layers" if preset.family == "wan" else "num_hidden_layers": args.layers})
     return Bench(preset, config, latent, text, device, dtype, kernel, enable, args.steps, args.warmup)
 
 
@@ -465,8 +361,9 @@ def measure(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig]
         f"device    {card}, {world} ranks, torch {torch.__version__}; a {n}^3 product of {bench.dtype} runs at {peak:.1f} TFLOP/s"
     )
     if args.denoise:
-        say(f"model     {args.model}, latents {bench.latent}, {bench.work.tokens} tokens, {bench.text} rows of text; "
-            f"kernel {bench.kernel}, {'compiled' if bench.compile else 'eager'}")  # fmt: skip
+        work, way = bench.work, "compiled" if bench.compile else "eager"
+        say(f"model     {args.model}, {work.layers} layers, latents {bench.latent}, {work.tokens} tokens, {bench.text} rows "
+            f"of text; kernel {bench.kernel}, {way}")  # fmt: skip
         attention.prove(attention.KERNELS[bench.kernel], bench.device, bench.dtype, bench.work.head_dim)
         if bench.kernel == "fa3-fp8":
             report["fp8_error"] = fp8_error(bench)
@@ -485,6 +382,7 @@ def measure(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig]
             report["peer"] = peer = bench_peer(bench, whole)
             say(f"diffusers {peer if isinstance(peer, str) else ', '.join(f'{k} {v}' for k, v in peer.items())}")
         whole = None
+        gc.collect()
     if args.vae:
         report["vae"] = bench_vae(bench, args.chunks, world)
         for row in report["vae"]:

@@ -7,6 +7,7 @@ the latents are on disk, and the message says how to go on from them.
 """
 
 import copy
+import gc
 import json
 import os
 import resource
@@ -276,6 +277,7 @@ def generate(job: Job) -> dict:
             texts = encode_texts(job, stages)
             condition = image_condition(job, stages) if job.request.image else None
             latents = denoise(job, texts, condition, stages)
+            gc.collect()  # a compiled model refers to itself, and would be on the device still when the VAE comes
             saved = save_latents(latents, job) if first else latents_path(job.out)
         try:
             if job.mesh.vae is not None:

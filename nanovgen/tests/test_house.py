@@ -16,7 +16,7 @@ LEVELS = [  # a file imports from earlier rows only
     {"plan"},
     {"job"},
     {"summary"},
-    {"generate", "lesson"},
+    {"generate", "lesson", "floor"},
     {"bench"},
 ]
 
