@@ -3,15 +3,16 @@
     python -m pytest test_parity.py                                    # forks its own ranks, CPU, fp32
     torchrun --standalone --nproc-per-node 4 test_parity.py            # the configurations of 4 ranks, fp32 and, on GPUs, bf16
 
-One rank holds the truth: a small Wan with weights of unit gain (so that attention matters), guided by two texts of unequal
-weight, in fp32. Each configuration must give it on every rank to 1e-5, at a token count that divides, one that divides
-nothing, and one below the rank count; where only data moves, to the bit. What was sent must be the formulas in the
-schemes' headers. The negative controls are the same comparisons with one thing broken; they must fail by 100x.
+One rank holds the truth: a small Wan, or Cosmos3 (both towers), with weights of unit gain (so that attention matters), guided
+by two texts of unequal length, in fp32. Each configuration must give it on every rank to 1e-5, at a token count that divides,
+one that divides nothing, and one below the rank count; where only data moves, to the bit. What was sent must be the formulas
+in the schemes' headers. The negative controls are the same comparisons with one thing broken; they must fail by 100x.
 """
 
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -22,7 +23,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanovgen import attention, cfg, checkpoint, launch, mesh, plan, ring, tp, vae_parallel
+from nanovgen import attention, cfg, checkpoint, cosmos, launch, mesh, plan, ring, tp, vae_parallel
+from nanovgen.cosmos import Cosmos, CosmosConfig, TextTower
 from nanovgen.mesh import Cut, Mesh
 from nanovgen.recipe import ParallelConfig
 from nanovgen.vae import VAE, VAEConfig
@@ -30,6 +32,8 @@ from nanovgen.wan import Context, Wan, WanConfig
 
 TOLERANCE = 1e-5
 CONFIG = WanConfig(num_attention_heads=24, attention_head_dim=12, num_layers=2, ffn_dim=96, text_dim=32)
+COSMOS = CosmosConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+                      head_dim=16, vocab_size=50, mrope_section=(4, 2, 2))  # fmt: skip
 GRIDS = {"even": (3, 8, 12), "odd": (5, 6, 10), "few": (5, 2, 2)}  # latent f, y, x: 72, 75 and 5 tokens
 GUIDANCE = 3.0
 
@@ -56,6 +60,12 @@ ATTN2D = [f"attn2d{grid}{way}" for grid in ("1x2", "2x1", "2x2", "2x3", "3x2", "
 HYBRID = ["cfg2", "tp2", "tp4", "cfg2.ulysses2", "cfg2.ulysses2.ring2", "cfg2.ulysses2.attn2d2x2", "ulysses2.ring2+async",
           "ulysses2.attn2d2x1+async", "tp2.ulysses2", "tp2.ring2", "tp2.attn2d2x2", "cfg2.tp2.ulysses2"]  # fmt: skip
 RACK = ["cfg2.ulysses4.attn2d3x3", "cfg2.ulysses4.ring9"]
+# Key heads are fewer in Cosmos3: fused Ulysses is refused, and its degree and tp's divide them.
+GROUPED = ["ulysses2", "ulysses2+async", "ulysses4", "ulysses4+async", "ring2", "ring3",
+           *(f"attn2d{grid}{way}" for grid in ("1x2", "2x1", "2x2", "3x3") for way in ("", "+overlapped", "+reduce_scatter")),
+           "tp2", "tp2.ulysses2", "cfg2", "cfg2.ulysses2", "cfg2.ulysses2.ring2", "cfg2.ulysses2.attn2d2x2", "tp2.attn2d2x2",
+           "cfg2.ulysses4.attn2d3x3"]  # fmt: skip
+MATRIX = [*(("wan", name) for name in [*ULYSSES, *RING, *ATTN2D, *HYBRID, *RACK]), *(("cosmos", name) for name in GROUPED)]
 # Only data moves in these: the same kernel sees the same keys in the same order. Elsewhere partial results are merged, or
 # partial sums added, in another order of rounding.
 EXACT = ["cfg2", *ULYSSES, "cfg2.ulysses2", *(f"attn2d{n}x1{way}" for n in (2, 4) for way in ("", "+reduce_scatter"))]
@@ -75,23 +85,74 @@ def make(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     return model.requires_grad_(False).eval()
 
 
-def inputs(grid: str) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Latents, time, and two texts whose real rows differ in number."""
-    generator = torch.Generator().manual_seed(7)
+def wan_texts(grid: str, generator: torch.Generator) -> list[Tensor]:
+    """Of 16 rows, real ones in front."""
     texts = [torch.randn(1, 16, CONFIG.text_dim, generator=generator) for _ in range(2)]
     texts[0][:, 9:], texts[1][:, 5:] = 0, 0
-    return torch.randn(1, 16, *GRIDS[grid], generator=generator), torch.tensor([637]), texts
+    return texts
 
 
-def guided(model: Wan, grid: str, parallel: ParallelConfig, m: Mesh, place: tuple, context=Wan.context, attend=None) -> Tensor:
+def wan_context(models: list, text: Tensor, grid: str) -> Context:
+    return models[0].context(text, *FAMILIES["wan"].grids[grid])
+
+
+def wan_text_bytes(parallel: ParallelConfig, text: Tensor) -> int:
+    """Tensor parallelism's norm of the text keys, once a prompt: one fp32 number a row and layer."""
+    return plan.reduced(text.shape[1], parallel.tp_size) * 4 * CONFIG.num_layers
+
+
+def cosmos_texts(grid: str, generator: torch.Generator) -> list[Tensor]:
+    """Ids. Of the few, one: a prefix of one key leaves all columns of Attention2D but the first without any."""
+    return [torch.randint(COSMOS.vocab_size, (1, n), generator=generator) for n in (9, 1 if grid == "few" else 5)]
+
+
+def cosmos_context(models: list, text: Tensor, grid: str) -> cosmos.Context:
+    """16 fps; at the odd count the first frame is given."""
+    return models[0].context(models[1](text), *FAMILIES["cosmos"].grids[grid], 16, int(grid == "odd"))
+
+
+def cosmos_text_bytes(parallel: ParallelConfig, text: Tensor, itemsize: int = 4) -> int:
+    """The text tower's two all-reduces a layer under tensor parallelism; of its last layer only keys and values are made."""
+    return 2 * plan.reduced(text.shape[1] * COSMOS.hidden_size, parallel.tp_size) * itemsize * (COSMOS.num_hidden_layers - 1)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between the models."""
+
+    config: WanConfig | CosmosConfig
+    kinds: tuple[type, ...]  # the denoiser, and what it needs beside it; all of one folder
+    grids: dict[str, tuple[int, int, int]]  # latent f, y, x
+    channels: int
+    texts: Callable
+    context: Callable  # (models, text, grid) -> what the denoiser is handed
+    text_bytes: Callable
+
+
+FAMILIES = {
+    "wan": Family(CONFIG, (Wan,), GRIDS, 16, wan_texts, wan_context, wan_text_bytes),
+    "cosmos": Family(COSMOS, (Cosmos, TextTower), {"even": (3, 8, 12), "odd": (5, 9, 9), "few": (3, 1, 2)}, 48, cosmos_texts,
+                     cosmos_context, cosmos_text_bytes),  # 72, 125 and 3 tokens; odd rows and columns
+}  # fmt: skip
+
+
+def inputs(family: Family, grid: str) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Latents, time, and two texts of unequal length."""
+    generator = torch.Generator().manual_seed(7)
+    texts = family.texts(grid, generator)
+    return torch.randn(1, family.channels, *family.grids[grid], generator=generator), torch.tensor([637]), texts
+
+
+def guided(family: Family, models: list, grid: str, parallel: ParallelConfig, m: Mesh, place: tuple, context=None,
+           attend=None) -> Tensor:  # fmt: skip
     """The guided velocity as generate.py makes it. `place` is device, dtype and kernel."""
-    x, time, texts = inputs(grid)
+    x, time, texts = inputs(family, grid)
     device, dtype, kernel = place
-    f, rows, columns = GRIDS[grid]
-    attend = attend or plan.bind(parallel, m, f * (rows // 2) * (columns // 2), kernel)
-    own = {i: context(model, texts[i].to(device, dtype), f, rows, columns) for i in cfg.mine(2, m.cfg)}
+    attend = attend or plan.bind(parallel, m, plan.work(family.config, family.grids[grid], 4).tokens, kernel)
+    texts = [text.to(device, dtype if text.is_floating_point() else None) for text in texts]
+    own = {i: (context or family.context)(models, texts[i], grid) for i in cfg.mine(2, m.cfg)}
     x, time = x.to(device, dtype), time.to(device)
-    return cfg.guide(cfg.run_streams(lambda i: model(x, time, own[i], attend, m.seq), 2, m.cfg), GUIDANCE)
+    return cfg.guide(cfg.run_streams(lambda i: models[0](x, time, own[i], attend, m.seq), 2, m.cfg), GUIDANCE)
 
 
 def error(found: Tensor, truth: Tensor) -> float:
@@ -128,42 +189,47 @@ def worst(m: Mesh, *values: float) -> list[float]:
 class Truth:
     """What one rank computes, and the weights as a file for the loader."""
 
-    def __init__(self, folder: Path):
-        self.model = make(Wan(CONFIG), 0)
-        save_file({self.model.hub_name(k): v.contiguous() for k, v in self.model.state_dict().items()}, folder / "m.safetensors")
+    def __init__(self, folder: Path, family: Family = FAMILIES["wan"]):
+        self.family, self.models = family, [make(kind(family.config), seed) for seed, kind in enumerate(family.kinds)]
+        weights = {model.hub_name(k): v.contiguous() for model in self.models for k, v in model.state_dict().items()}
+        save_file(weights, folder / "m.safetensors")
         self.component = checkpoint.open_component(folder)
         self.alone = ParallelConfig()
         self.place = (torch.device("cpu"), torch.float32, attention.KERNELS["cpu"])
         with torch.inference_mode():
-            self.velocity = {grid: guided(self.model, grid, self.alone, Mesh(), self.place) for grid in GRIDS}
+            self.velocity = {grid: guided(family, self.models, grid, self.alone, Mesh(), self.place) for grid in family.grids}
+
+    def load(self, axis: mesh.Axis, device: torch.device, dtype: torch.dtype) -> list[torch.nn.Module]:
+        """Cut over tensor parallelism's axis, from the file."""
+        return [checkpoint.load(tp.split(checkpoint.build(kind, self.family.config), axis), self.component, device, dtype)
+                for kind in self.family.kinds]  # fmt: skip
 
 
 def measure(name: str, truth: Truth, place: tuple) -> list[Row]:
-    """Inside a rank: this configuration at every token count, against the truth."""
-    parallel, (device, dtype, _), rows = parse(name), place, []
+    """Inside a rank: this configuration at every token count, against the truth.
+
+    The formula is of a rank with a full chunk: tensor parallelism sums no padding, so one with a short chunk sends less.
+    """
+    parallel, (device, dtype, _), family, rows = parse(name), place, truth.family, []
     with torch.inference_mode():
         m = mesh.open_mesh(device, plan.degrees(parallel))
-        model = checkpoint.load(tp.split(checkpoint.build(Wan, CONFIG), m.tp), truth.component, device, dtype)
-        for grid in GRIDS:
+        models = truth.load(m.tp, device, dtype)
+        for grid, wanted in truth.velocity.items():
             m.sent.clear()
-            out = guided(model, grid, parallel, m, place).cpu()
-            found, wanted = error(out, truth.velocity[grid]), truth.velocity[grid]
-            work = plan.work(CONFIG, GRIDS[grid], dtype.itemsize)
-            formula = sum(plan.bytes_sent(parallel, work, 2).values()) + text_bytes(parallel, dtype)
-            far, differs, sent = worst(m, found, float(not torch.equal(out, wanted)), sum(m.bytes_sent().values()))
+            out = guided(family, models, grid, parallel, m, place).cpu()
+            own = [family.text_bytes(parallel, inputs(family, grid)[2][i]) for i in cfg.mine(2, m.cfg)]
+            work = plan.work(family.config, family.grids[grid], dtype.itemsize)
+            formula, sent = sum(plan.bytes_sent(parallel, work, 2).values()) + sum(own), sum(m.bytes_sent().values())
+            assert sent <= formula and (sent == formula or parallel.tp_size > 1), (name, grid, sent, formula)
+            far, differs, sent, formula = worst(m, error(out, wanted), float(not torch.equal(out, wanted)), sent, formula)
             rows.append(Row(f"{name} {grid}", parallel.world, far, not differs, sent, formula))
     return rows
-
-
-def text_bytes(parallel: ParallelConfig, dtype: torch.dtype) -> int:
-    """Tensor parallelism's norm of the text keys, once a prompt: one fp32 number a row, layer and text."""
-    return plan.reduced(16, parallel.tp_size) * 4 * CONFIG.num_layers * (2 // parallel.cfg_size)
 
 
 @pytest.fixture(scope="session")
 def truth(tmp_path_factory):
     torch.set_num_threads(1)  # a forked child of a process whose thread pool has started must not use it
-    return Truth(tmp_path_factory.mktemp("parity"))
+    return {name: Truth(tmp_path_factory.mktemp(name), family) for name, family in FAMILIES.items()}
 
 
 @pytest.fixture(scope="session")
@@ -189,10 +255,10 @@ def forked(ranks: int, work) -> object:
     return results.get()
 
 
-@pytest.mark.parametrize("name", [*ULYSSES, *RING, *ATTN2D, *HYBRID, *RACK])
-def test_matches_one_rank(name, truth, table):
-    rows = forked(parse(name).world, partial(measure, name, truth, truth.place))
-    table += rows
+@pytest.mark.parametrize(("family", "name"), MATRIX)
+def test_matches_one_rank(family, name, truth, table):
+    rows = forked(parse(name).world, partial(measure, name, truth[family], truth[family].place))
+    table += [replace(row, name=f"{family} {row.name}") for row in rows]
     for row in rows:
         assert row.error <= TOLERANCE, row
         assert row.sent == row.formula, row
@@ -301,47 +367,82 @@ def swapped_order(parallel: ParallelConfig, m: Mesh, cut: Cut, kernel) -> object
     return attend
 
 
-def local_positions(model: Wan, text: Tensor, f: int, rows: int, columns: int) -> Context:
+def local_positions(models: list, text: Tensor, grid: str) -> Context:
     """Every rank counts its tokens from 0."""
-    context = Wan.context(model, text, f, rows, columns)
+    context = wan_context(models, text, grid)
     half = -(-context.rope.shape[1] // 2)
     return context._replace(rope=torch.cat([context.rope[:, :half]] * 2, dim=1)[:, : context.rope.shape[1]])
 
 
-def swapped_texts(model: Wan, text: Tensor, f: int, rows: int, columns: int) -> Context:
+def swapped_texts(family: str, models: list, text: Tensor, grid: str) -> Context:
     """Each half is given the other's text."""
-    texts = inputs("odd")[2]
-    other = texts[1] if torch.equal(text, texts[0]) else texts[0]
-    return Wan.context(model, other, f, rows, columns)
+    texts = inputs(FAMILIES[family], grid)[2]
+    return FAMILIES[family].context(models, texts[1] if torch.equal(text, texts[0]) else texts[0], grid)
 
 
-BROKEN = {
-    "a dropped partial": ("ring3", drop_partial, Wan.context),
-    "a partial counted twice": ("ring3", partial(drop_partial, times=2), Wan.context),
-    "pad keys attended": ("ulysses4", keep_padding, Wan.context),
-    "LSE in base 2": ("ring2", base_two, Wan.context),
-    "swapped chunk order": ("ulysses2", swapped_order, Wan.context),
-    "local RoPE positions": ("ulysses2", None, local_positions),
-    "cond and uncond swapped": ("cfg2", None, swapped_texts),
+def other_prefix(change: Callable) -> Callable:
+    """A scheme that is handed another prefix: change(prefix, mesh)."""
+
+    def breaks(parallel: ParallelConfig, m: Mesh, cut: Cut, kernel) -> object:
+        right = plan.bind(parallel, m, cut.tokens, kernel)
+        return lambda q, k, v, prefix: right(q, k, v, change(prefix, m))
+
+    return breaks
+
+
+# Sharing this out over the row's columns gives each column the whole text.
+prefix_per_column = other_prefix(lambda kv, m: tuple(torch.cat([x] * m.q_axis.size, dim=1) for x in kv))
+no_prefix = other_prefix(lambda kv, m: None)
+zero_filler = other_prefix(lambda kv, m: tuple(mesh.pad(x, 1, 9) for x in kv))  # to the longer text's length
+
+
+def clip_without_text(models: list, text: Tensor, grid: str) -> cosmos.Context:
+    """The clip's positions do not count the text."""
+    context, (f, y, x) = cosmos_context(models, text, grid), FAMILIES["cosmos"].grids[grid]
+    return context._replace(rope=cosmos.rope_table(cosmos.clip_positions(f, -(-y // 2), -(-x // 2), 0, 16, COSMOS), COSMOS))
+
+
+def text_from_one(models: list, text: Tensor, grid: str) -> cosmos.Context:
+    """The text's positions begin at 1."""
+    context = cosmos_context(models, text, grid)
+    turn = cosmos.rope_table(torch.ones(3, text.shape[1]), COSMOS)
+    return context._replace(prefix=[(cosmos.rotate(k, turn), v) for k, v in context.prefix])
+
+
+BROKEN = {  # family, configuration, how the scheme breaks, how the context does
+    "a dropped partial": ("wan", "ring3", drop_partial, None),
+    "a partial counted twice": ("wan", "ring3", partial(drop_partial, times=2), None),
+    "pad keys attended": ("wan", "ulysses4", keep_padding, None),
+    "LSE in base 2": ("wan", "ring2", base_two, None),
+    "swapped chunk order": ("wan", "ulysses2", swapped_order, None),
+    "local RoPE positions": ("wan", "ulysses2", None, local_positions),
+    "cond and uncond swapped": ("wan", "cfg2", None, partial(swapped_texts, "wan")),
+    "prefix counted once a column": ("cosmos", "attn2d2x2", prefix_per_column, None),
+    "prefix dropped": ("cosmos", "ring2", no_prefix, None),
+    "zero keys fill the shorter prefix": ("cosmos", "ulysses2", zero_filler, None),
+    "clip's positions without the text": ("cosmos", "ulysses2", None, clip_without_text),
+    "text's positions from 1": ("cosmos", "attn2d2x1", None, text_from_one),
+    "LSE in base 2, with a prefix": ("cosmos", "attn2d1x2", base_two, None),
+    "cond and uncond prefixes swapped": ("cosmos", "cfg2.ulysses2", None, partial(swapped_texts, "cosmos")),
 }
 
 
 def measure_broken(name: str, truth: Truth) -> float:
-    config, breaks, context = BROKEN[name]
+    _, config, breaks, context = BROKEN[name]
     parallel, (device, _, kernel) = parse(config), truth.place
     m = mesh.open_mesh(device, plan.degrees(parallel))
-    f, y, x = GRIDS["odd"]
-    cut = Cut(f * y * x // 4, m.seq.size, m.seq.rank)
+    cut = Cut(plan.work(truth.family.config, truth.family.grids["odd"], 4).tokens, m.seq.size, m.seq.rank)
     attend = breaks and breaks(parallel, m, cut, kernel)
     with torch.inference_mode():
-        out = guided(truth.model, "odd", parallel, m, truth.place, context, attend)
+        out = guided(truth.family, truth.models, "odd", parallel, m, truth.place, context, attend)
     return worst(m, error(out, truth.velocity["odd"]))[0]
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_is_seen(name, truth, table):
-    found = forked(parse(BROKEN[name][0]).world, partial(measure_broken, name, truth))
-    table.append(f"broken: {name:<34} {parse(BROKEN[name][0]).world:>5} {found:>10.2e}")
+    family, config, *_ = BROKEN[name]
+    found = forked(parse(config).world, partial(measure_broken, name, truth[family]))
+    table.append(f"broken: {name:<34} {parse(config).world:>5} {found:>10.2e}")
     assert found >= 100 * TOLERANCE
 
 
@@ -386,8 +487,8 @@ def main() -> int:
             kernel = attention.KERNELS[attention.default_kernel(device, dtype)]
             place = (device, dtype, kernel)
             with torch.inference_mode():
-                model = checkpoint.load(checkpoint.build(Wan, CONFIG), truth.component, device, dtype)
-                alone = {grid: guided(model, grid, truth.alone, Mesh(), place).cpu() for grid in GRIDS}
+                models = truth.load(mesh.Axis("tp"), device, dtype)
+                alone = {grid: guided(truth.family, models, grid, truth.alone, Mesh(), place).cpu() for grid in GRIDS}
             for name in [n for n in [*ULYSSES, *RING, *ATTN2D, *HYBRID, *RACK] if parse(n).world == world]:
                 for row, grid in zip(measure(name, truth, place), GRIDS, strict=True):
                     limit = TOLERANCE if device.type == "cpu" else 1.1 * error(alone[grid], truth.velocity[grid])
