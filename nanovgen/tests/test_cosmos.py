@@ -26,8 +26,10 @@ from nanovgen.recipe import ParallelConfig
 CPU, FP32 = torch.device("cpu"), torch.float32
 TINY = CosmosConfig(hidden_size=96, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
                     head_dim=32, vocab_size=200, mrope_section=(6, 5, 5))  # fmt: skip
-LARGE = {"cosmos3-super": CosmosConfig(),
-         "cosmos3-nano": CosmosConfig(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32)}  # fmt: skip
+LARGE = {
+    "cosmos3-super": CosmosConfig(),
+    "cosmos3-nano": CosmosConfig(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32),
+}
 MODELS = {
     "g 1/3, d 32": TINY,
     "g 1/4, d 128": replace(TINY, num_attention_heads=4, num_key_value_heads=1, head_dim=128, mrope_section=(24, 20, 20)),
@@ -140,8 +142,8 @@ def test_full_size_names_and_shapes(name):
         assert {key for key in stored if not tower.foreign(key)} == mine.keys()
     last = f"layers.{LARGE[name].num_hidden_layers - 1}."
     assert nobody == {key for key in stored if key.startswith(("action_", "audio_", "lm_head.")) or key == "norm.weight"
-                      or key.startswith(last) and any(f".{part}." in key for part in (
-                          "to_q", "to_out", "norm_q", "mlp", "post_attention_layernorm"))}  # fmt: skip
+                      or (key.startswith(last) and any(f".{part}." in key for part in (
+                          "to_q", "to_out", "norm_q", "mlp", "post_attention_layernorm")))}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -285,7 +287,7 @@ def broken(how: str) -> torch.Tensor:
     context = video.context(prefix, 3, 5, 6, 16.0, 1)
     if how == "no text":
         context = context._replace(prefix=[(k[:, :0], v[:, :0]) for k, v in prefix])
-    elif how == "the clip starts where the text does":
+    elif how == "the clip starts as behind one id":
         context = context._replace(rope=video.context(text(ids[:, :1]), 3, 5, 6, 16.0).rope)
     elif how == "24 fps for 16":
         context = video.context(prefix, 3, 5, 6, 24.0, 1)
@@ -299,7 +301,7 @@ def broken(how: str) -> torch.Tensor:
     return video(x, torch.tensor([637]), context)
 
 
-@pytest.mark.parametrize("how", ["no text", "the clip starts where the text does", "24 fps for 16",
+@pytest.mark.parametrize("how", ["no text", "the clip starts as behind one id", "24 fps for 16",
                                  "rows and columns swapped in RoPE", "the first frame is noisy",
                                  "query heads grouped across"])  # fmt: skip
 def test_negative_control(how):
