@@ -1,18 +1,23 @@
 """Every way of spreading the work against one rank that does it all.
 
     python -m pytest test_parity.py                                    # forks its own ranks, CPU, fp32
-    torchrun --standalone --nproc-per-node 4 test_parity.py            # the configurations of 4 ranks, fp32 and, on GPUs, bf16
+    torchrun --standalone --nproc-per-node 2 test_parity.py            # the configurations of 2 ranks, on GPUs where there are
 
 One rank holds the truth: a small Wan, or Cosmos3 (both towers), with weights of unit gain (so that attention matters), guided
 by two texts of unequal length, in fp32. Each configuration must give it on every rank to 1e-5, at a token count that divides,
 one that divides nothing, and one below the rank count; where only data moves, to the bit. What was sent must be the formulas
 in the schemes' headers. The negative controls are the same comparisons with one thing broken; they must fail by 100x.
+
+On GPUs every kernel that runs is tried, and the limit is 1.1 times the error of one rank with that dtype and kernel on that
+GPU; in fp32 not below the CPU's 1e-5, by which two right orders of summing may differ. Errors are of a few draws together:
+one draw's rounding errors alone are too few to be compared within a tenth. The bits are held against that one rank's. There
+too, async Ulysses is held to sync Ulysses, while ranks are late by turns; and so is one that reads before it has waited.
 """
 
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -23,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanovgen import attention, cfg, checkpoint, cosmos, launch, mesh, plan, ring, tp, vae_parallel
+from nanovgen import attention, cfg, checkpoint, cosmos, launch, mesh, plan, push, ring, tp, ulysses, vae_parallel
 from nanovgen.cosmos import Cosmos, CosmosConfig, TextTower
 from nanovgen.mesh import Cut, Mesh
 from nanovgen.recipe import ParallelConfig
@@ -31,11 +36,15 @@ from nanovgen.vae import VAE, VAEConfig
 from nanovgen.wan import Context, Wan, WanConfig
 
 TOLERANCE = 1e-5
-CONFIG = WanConfig(num_attention_heads=24, attention_head_dim=12, num_layers=2, ffn_dim=96, text_dim=32)
+CONFIG = WanConfig(num_attention_heads=24, attention_head_dim=16, num_layers=2, ffn_dim=96, text_dim=32)
 COSMOS = CosmosConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
                       head_dim=16, vocab_size=50, mrope_section=(4, 2, 2))  # fmt: skip
 GRIDS = {"even": (3, 8, 12), "odd": (5, 6, 10), "few": (5, 2, 2)}  # latent f, y, x: 72, 75 and 5 tokens
 GUIDANCE = 3.0
+KERNELS = {"cpu": [(torch.float32, "cpu")],
+           "cuda": [(torch.float32, "efficient"), (torch.bfloat16, "cudnn"), (torch.bfloat16, "flash"),
+                    (torch.bfloat16, "efficient")]}  # fmt: skip
+DRAWS = 8  # on GPUs
 
 
 def parse(name: str) -> ParallelConfig:
@@ -60,8 +69,8 @@ ATTN2D = [f"attn2d{grid}{way}" for grid in ("1x2", "2x1", "2x2", "2x3", "3x2", "
 HYBRID = ["cfg2", "tp2", "tp4", "cfg2.ulysses2", "cfg2.ulysses2.ring2", "cfg2.ulysses2.attn2d2x2", "ulysses2.ring2+async",
           "ulysses2.attn2d2x1+async", "tp2.ulysses2", "tp2.ring2", "tp2.attn2d2x2", "cfg2.tp2.ulysses2"]  # fmt: skip
 RACK = ["cfg2.ulysses4.attn2d3x3", "cfg2.ulysses4.ring9"]
-# Cosmos3's, in the same ranks as Wan's. It has fewer key heads: fused Ulysses is refused, and ulysses and tp divide them.
-GROUPED = ["ulysses2", "ulysses2+async", "ulysses4", "ulysses4+async", "ring2", "ring3",
+# Cosmos3's, in the same ranks as Wan's. It has fewer key heads: fused Ulysses is refused, and 8 ranks share them in pairs.
+GROUPED = ["ulysses2", "ulysses2+async", "ulysses4", "ulysses4+async", "ulysses8", "ulysses8+async", "ring2", "ring3",
            *(f"attn2d{grid}{way}" for grid in ("1x2", "2x1", "2x2", "3x3") for way in ("", "+overlapped", "+reduce_scatter")),
            "tp2", "tp2.ulysses2", "cfg2", "cfg2.ulysses2", "cfg2.ulysses2.ring2", "cfg2.ulysses2.attn2d2x2", "tp2.attn2d2x2",
            "cfg2.ulysses4.attn2d3x3"]  # fmt: skip
@@ -84,6 +93,18 @@ def make(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     return model.requires_grad_(False).eval()
 
 
+def why(name: str) -> str:
+    """What may make the bits of a configuration differ from one rank's."""
+    if name.startswith("vae"):
+        return "a narrower strip: the convolution's library may sum in another order"
+    parallel = parse(name)
+    if parallel.tp_size > 1:
+        return "partial sums of a matrix product are rounded, then added"
+    if parallel.ring_size > 1 or parallel.attn2d_size[1] > 1 or "overlapped" in name:
+        return "partial results are merged"
+    return "fewer rows a rank: the matrix library may sum in another order"
+
+
 def wan_texts(grid: str, generator: torch.Generator) -> list[Tensor]:
     """Of 16 rows, real ones in front."""
     texts = [torch.randn(1, 16, CONFIG.text_dim, generator=generator) for _ in range(2)]
@@ -95,7 +116,7 @@ def wan_context(models: list, text: Tensor, grid: str) -> Context:
     return models[0].context(text, *FAMILIES["wan"].grids[grid])
 
 
-def wan_text_bytes(parallel: ParallelConfig, text: Tensor) -> int:
+def wan_text_bytes(parallel: ParallelConfig, text: Tensor, itemsize: int) -> int:
     """Tensor parallelism's norm of the text keys, once a prompt: one fp32 number a row and layer."""
     return plan.reduced(text.shape[1], parallel.tp_size) * 4 * CONFIG.num_layers
 
@@ -110,9 +131,9 @@ def cosmos_context(models: list, text: Tensor, grid: str) -> cosmos.Context:
     return models[0].context(models[1](text), *FAMILIES["cosmos"].grids[grid], 16, int(grid == "odd"))
 
 
-def cosmos_text_bytes(parallel: ParallelConfig, text: Tensor) -> int:
+def cosmos_text_bytes(parallel: ParallelConfig, text: Tensor, itemsize: int) -> int:
     """The text tower's two all-reduces a layer under tensor parallelism; of its last layer only keys and values are made."""
-    return 2 * plan.reduced(text.shape[1] * COSMOS.hidden_size, parallel.tp_size) * 4 * (COSMOS.num_hidden_layers - 1)
+    return 2 * plan.reduced(text.shape[1] * COSMOS.hidden_size, parallel.tp_size) * itemsize * (COSMOS.num_hidden_layers - 1)
 
 
 @dataclass(frozen=True)
@@ -136,17 +157,17 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def inputs(family: Family, grid: str) -> tuple[Tensor, Tensor, list[Tensor]]:
+def inputs(family: Family, grid: str, draw: int = 0) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Latents, time, and two texts of unequal length."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(7 + draw)
     texts = family.texts(grid, generator)
     return torch.randn(1, family.channels, *family.grids[grid], generator=generator), torch.tensor([637]), texts
 
 
-def guided(family: Family, models: list, grid: str, parallel: ParallelConfig, m: Mesh, place: tuple, context=None,
-           attend=None) -> Tensor:  # fmt: skip
+def guided(family: Family, models: list, grid: str, parallel: ParallelConfig, m: Mesh, place: tuple, context=None, attend=None,
+           draw: int = 0) -> Tensor:  # fmt: skip
     """The guided velocity as generate.py makes it. `place` is device, dtype and kernel."""
-    x, time, texts = inputs(family, grid)
+    x, time, texts = inputs(family, grid, draw)
     device, dtype, kernel = place
     attend = attend or plan.bind(parallel, m, plan.work(family.config, family.grids[grid], 4).tokens, kernel)
     texts = [text.to(device, dtype if text.is_floating_point() else None) for text in texts]
@@ -155,13 +176,19 @@ def guided(family: Family, models: list, grid: str, parallel: ParallelConfig, m:
     return cfg.guide(cfg.run_streams(lambda i: models[0](x, time, own[i], attend, m.seq), 2, m.cfg), GUIDANCE)
 
 
+def velocities(family: Family, models: list, place: tuple, draws: int = 1) -> dict[str, Tensor]:
+    """Of one rank, at every token count, on the CPU; the leading dim is the draw."""
+    return {grid: torch.stack([guided(family, models, grid, ParallelConfig(), Mesh(), place, draw=i).cpu() for i in range(draws)])
+            for grid in family.grids}  # fmt: skip
+
+
 def error(found: Tensor, truth: Tensor) -> float:
     return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
 
 
 @dataclass
 class Row:
-    """One line of the table: the worst rank's error."""
+    """One line of the table: the worst rank's error, and whether every rank has the bits of one rank."""
 
     name: str
     ranks: int
@@ -169,35 +196,39 @@ class Row:
     equal: bool
     sent: float
     formula: float
+    place: str = "float32 cpu"
+    limit: float = TOLERANCE
+
+    @property
+    def right(self) -> bool:
+        return self.error <= self.limit and self.sent == self.formula
 
     def __str__(self) -> str:
-        ratio = f"{self.sent / self.formula:.4f}" if self.formula else "-"
-        bits = "yes" if self.equal else "no"
-        return f"{self.name:<42} {self.ranks:>5} {self.error:>10.2e} {bits:>5} {self.sent:>12.0f} {ratio:>8}"
+        ratio, bits = f"{self.sent / self.formula:.4f}" if self.formula else "-", "yes" if self.equal else "no"
+        return (f"{self.name:<42} {self.place:<18} {self.ranks:>5} {self.error:>10.2e} {self.limit:>8.1e} {bits:>5} "
+                f"{self.sent:>12.0f} {ratio:>8}  {'' if self.equal else why(self.name.split()[0])}")  # fmt: skip
 
 
-HEADER = f"{'configuration':<42} {'ranks':>5} {'error':>10} {'bits':>5} {'bytes sent':>12} {'/formula':>8}"
+HEADER = (f"{'configuration':<42} {'dtype, kernel':<18} {'ranks':>5} {'error':>10} {'limit':>8} {'bits':>5} "
+          f"{'bytes sent':>12} {'/formula':>8}  where bits may differ")  # fmt: skip
 
 
-def worst(m: Mesh, *values: float) -> list[float]:
+def worst(*values: float) -> list[float]:
     """The largest of each over all ranks."""
-    return mesh.all_reduce(
-        torch.tensor(values, dtype=torch.float64), replace(m.world, sent=mesh.Counter()), largest=True
-    ).tolist()
+    return [max(column) for column in zip(*mesh.gather_objects(values), strict=True)]
 
 
 class Truth:
     """What one rank computes, and the weights as a file for the loader."""
 
-    def __init__(self, folder: Path, family: Family = FAMILIES["wan"]):
+    def __init__(self, folder: Path, family: Family, draws: int = 1):
         self.family, self.models = family, [make(kind(family.config), seed) for seed, kind in enumerate(family.kinds)]
         weights = {model.hub_name(k): v.contiguous() for model in self.models for k, v in model.state_dict().items()}
         save_file(weights, folder / "m.safetensors")
         self.component = checkpoint.open_component(folder)
-        self.alone = ParallelConfig()
         self.place = (torch.device("cpu"), torch.float32, attention.KERNELS["cpu"])
         with torch.inference_mode():
-            self.velocity = {grid: guided(family, self.models, grid, self.alone, Mesh(), self.place) for grid in family.grids}
+            self.velocity = velocities(family, self.models, self.place, draws)
 
     def load(self, axis: mesh.Axis, device: torch.device, dtype: torch.dtype) -> list[torch.nn.Module]:
         """Cut over tensor parallelism's axis, from the file."""
@@ -205,23 +236,24 @@ class Truth:
                 for kind in self.family.kinds]  # fmt: skip
 
 
-def measure(name: str, truths: list[Truth], place: tuple) -> list[Row]:
-    """Inside a rank: this configuration of each model at every token count, against the truth.
+def measure(name: str, truths: list[Truth], place: tuple, alone: list[dict[str, Tensor]]) -> list[Row]:
+    """Inside a rank: this configuration of each model at every token count, against the truth; its bits against `alone`, one
+    rank's there.
 
     The formula is of a rank with a full chunk: tensor parallelism sums no padding, so one with a short chunk sends less.
     """
     parallel, (device, dtype, _), rows = parse(name), place, []
     with torch.inference_mode():
         m = mesh.open_mesh(device, plan.degrees(parallel))
-        for truth in truths:
-            models = truth.load(m.tp, device, dtype)
+        for truth, near in zip(truths, alone, strict=True):
+            family, models = truth.family, truth.load(m.tp, device, dtype)
             for grid, wanted in truth.velocity.items():
                 m.sent.clear()
-                out = guided(truth.family, models, grid, parallel, m, place).cpu()
-                sent, formula = sum(m.bytes_sent().values()), bytes_sent(truth.family, grid, parallel, m, dtype.itemsize)
+                out = torch.stack([guided(family, models, grid, parallel, m, place, draw=i).cpu() for i in range(len(wanted))])
+                sent, formula = sum(m.bytes_sent().values()) / len(wanted), bytes_sent(family, grid, parallel, m, dtype.itemsize)
                 assert sent <= formula and (sent == formula or parallel.tp_size > 1), (name, grid, sent, formula)
-                far, differs, sent, formula = worst(m, error(out, wanted), float(not torch.equal(out, wanted)), sent, formula)
-                rows.append(Row(f"{truth.family.name} {name} {grid}", parallel.world, far, not differs, sent, formula))
+                far, differs, sent, formula = worst(error(out, wanted), float(not torch.equal(out, near[grid])), sent, formula)
+                rows.append(Row(f"{name} {family.name} {grid}", parallel.world, far, not differs, sent, formula))
     return rows
 
 
@@ -229,7 +261,11 @@ def bytes_sent(family: Family, grid: str, parallel: ParallelConfig, m: Mesh, ite
     """A step's, and what the texts of this rank's CFG half take once."""
     texts = [inputs(family, grid)[2][i] for i in cfg.mine(2, m.cfg)]
     step = plan.bytes_sent(parallel, plan.work(family.config, family.grids[grid], itemsize), 2)
-    return sum(step.values()) + sum(family.text_bytes(parallel, text) for text in texts)
+    return sum(step.values()) + sum(family.text_bytes(parallel, text, itemsize) for text in texts)
+
+
+def families(name: str) -> list[str]:
+    return ["wan", "cosmos"] if name in GROUPED else ["wan"]
 
 
 @pytest.fixture(scope="session")
@@ -263,13 +299,12 @@ def forked(ranks: int, work) -> object:
 
 @pytest.mark.parametrize("name", [*ULYSSES, *RING, *ATTN2D, *HYBRID, *RACK])
 def test_matches_one_rank(name, truth, table):
-    truths = [truth["wan"], truth["cosmos"]] if name in GROUPED else [truth["wan"]]
-    rows = forked(parse(name).world, partial(measure, name, truths, truths[0].place))
+    truths = [truth[family] for family in families(name)]
+    rows = forked(parse(name).world, partial(measure, name, truths, truths[0].place, [t.velocity for t in truths]))
     assert len(rows) == 3 * len(truths)
     table += rows
     for row in rows:
-        assert row.error <= TOLERANCE, row
-        assert row.sent == row.formula, row
+        assert row.right, row
         assert row.equal or name not in EXACT or row.name.endswith("few"), row
 
 
@@ -280,37 +315,36 @@ LATENT = (3, 9, 11)  # frames, rows, columns: nothing divides
 VAE_DEGREES = [(p, dim) for p in (2, 3, 4, 5, 8) for dim in ("width", "height")]
 
 
-def vae_inputs() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    f, y, x = LATENT
-    return torch.randn(1, 16, f, y, x, generator=generator), torch.rand(
-        1, 3, 4 * f - 3, 8 * y, 8 * x, generator=generator
-    ) * 2 - 1
+def vae_inputs(vae: VAE) -> tuple[Tensor, Tensor]:
+    """Latents, and a video in -1..1, where the VAE is."""
+    generator, (f, y, x), device = torch.Generator().manual_seed(3), LATENT, next(vae.parameters()).device
+    z, video = torch.randn(1, 16, f, y, x, generator=generator), torch.rand(1, 3, 4 * f - 3, 8 * y, 8 * x, generator=generator)
+    return z.to(device), (2 * video - 1).to(device)
 
 
 def coded(vae: VAE, axis: mesh.Axis, dim: int) -> tuple[Tensor, Tensor]:
     """Decoded video and encoded latents, whole, in chunks of 1 and 2 latent frames."""
-    z, video = vae_inputs()
+    z, video = vae_inputs(vae)
     return torch.cat(list(vae_parallel.decode(vae, z, 1, axis, dim)), dim=2), vae_parallel.encode(vae, video, 2, axis, dim)
 
 
 def vae_bytes(vae: VAE, axis: mesh.Axis, dim: int) -> int:
     """What coded() should send, from a pass in one piece."""
-    (z, video), ledgers = vae_inputs(), [vae_parallel.Ledger(dim) for _ in range(2)]
+    (z, video), ledgers = vae_inputs(vae), [vae_parallel.Ledger(dim) for _ in range(2)]
     results = [torch.cat(list(vae.decode(z, 1, ledgers[0])), dim=2), vae.encode(video, 2, ledgers[1])]
     size = z.shape[dim]
     return 4 * sum(vae_parallel.elements_sent(n, axis, size, r.numel() // size) for n, r in zip(ledgers, results, strict=True))
 
 
-def measure_vae(split: str, degree: int, vae: VAE, wanted: tuple) -> list[Row]:
-    m = mesh.open_mesh(torch.device("cpu"), {"ulysses": degree}, vae=degree)
+def measure_vae(split: str, degree: int, vae: VAE, wanted: tuple, alone: tuple) -> list[Row]:
+    """Inside a rank: strips against `wanted`, their bits against `alone`, one rank's on the same device."""
+    m = mesh.open_mesh(next(vae.parameters()).device, {"ulysses": degree}, vae=degree)
     with torch.inference_mode():
         found = coded(vae, m.vae, vae_parallel.DIMS[split])
         sent, formula = m.bytes_sent()["vae"], vae_bytes(vae, m.vae, vae_parallel.DIMS[split])
-    assert sent == formula, (sent, formula)
     rows = []
-    for what, a, b in zip(("decode", "encode"), found, wanted, strict=True):
-        far, differs = worst(m, error(a, b), float(not torch.equal(a, b)))
+    for what, a, b, c in zip(("decode", "encode"), found, wanted, alone, strict=True):
+        far, differs = worst(error(a.cpu(), b), float(not torch.equal(a, c)))
         rows.append(Row(f"vae{degree} {split} {what}", degree, far, not differs, sent, formula))
     return rows
 
@@ -325,10 +359,9 @@ def vae_truth():
 
 @pytest.mark.parametrize(("degree", "split"), VAE_DEGREES)
 def test_vae_matches_one_rank(degree, split, vae_truth, table):
-    rows = forked(degree, partial(measure_vae, split, degree, *vae_truth))
+    rows = forked(degree, partial(measure_vae, split, degree, *vae_truth, vae_truth[1]))
     table += rows
-    for row in rows:
-        assert row.error <= TOLERANCE, row
+    assert all(row.right for row in rows), rows
 
 
 # Negative controls: one thing broken, and the comparison must see it
@@ -443,7 +476,7 @@ def measure_broken(name: str, truth: Truth) -> float:
     attend = breaks and breaks(parallel, m, cut, kernel)
     with torch.inference_mode():
         out = guided(truth.family, truth.models, "odd", parallel, m, truth.place, context, attend)
-    return worst(m, error(out, truth.velocity["odd"]))[0]
+    return worst(error(out, truth.velocity["odd"][0]))[0]
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -469,10 +502,10 @@ class StaleCache(vae_parallel.StripStream):
 
 def measure_broken_vae(stream: type, vae: VAE, wanted: tuple) -> float:
     m = mesh.open_mesh(torch.device("cpu"), {"ulysses": 2}, vae=2)
-    z = vae_parallel.cut_strip(vae_inputs()[0], m.vae, 4)
+    z = vae_parallel.cut_strip(vae_inputs(vae)[0], m.vae, 4)
     with torch.inference_mode():
         strip = torch.cat(list(vae.decode(z, 1, stream(m.vae, 4, LATENT[2]))), dim=2)
-    return worst(m, error(strip, vae_parallel.cut_strip(wanted[0], m.vae, 4, scale=8)))[0]
+    return worst(error(strip, vae_parallel.cut_strip(wanted[0], m.vae, 4, scale=8)))[0]
 
 
 @pytest.mark.parametrize(("name", "stream"), [("halo zeroed", NoHalo), ("stale causal cache", StaleCache)])
@@ -483,28 +516,117 @@ def test_broken_vae_is_seen(name, stream, vae_truth, table):
     assert found >= 100 * TOLERANCE
 
 
+# Async Ulysses by pushes against sync Ulysses, on GPUs
+
+RACES = [(1, 4096, 8, 64), (2, 2049, 16, 128), (1, 77, 24, 16), (1, 1, 4, 64)]  # b, tokens, heads, head dim
+REPEATS = 100
+LATE = 2_000_000  # clock cycles, about 1 ms
+
+
+class EarlyPush(push.Push):
+    """Reads before it has waited."""
+
+    def wait(self):
+        result = self.result.clone()
+        super().wait()
+        return result
+
+
+class EarlyPusher(push.Pusher):
+    def start(self, x):
+        sent = super().start(x)
+        return EarlyPush(sent.pusher, sent.slots, sent.n)
+
+
+def race(shape: tuple[int, int, int, int], axis: mesh.Axis, device: torch.device) -> list[int]:
+    """Of REPEATS results from new inputs, how many differ from the sync way's: waited for, and read too early.
+
+    The host runs far ahead. By turns a rank is late to send, or late to read what it was lent.
+    """
+    (b, tokens, heads, d), kernel = shape, attention.KERNELS["cudnn"]
+    cut = Cut(tokens, axis.size, axis.rank)
+    generator = torch.Generator(device).manual_seed(axis.rank)
+    random = lambda *size: torch.randn(*size, generator=generator, device=device, dtype=torch.bfloat16)  # noqa: E731
+    weights = [random(heads * d, heads * d) / (heads * d) ** 0.5 for _ in range(3)]
+    early = replace(axis, pusher=EarlyPusher(axis.group, device))
+    differ = torch.zeros(2, dtype=torch.int64, device=device)
+    for i in range(REPEATS):
+        x = random(b, cut.real(cut.rank), heads * d)
+        q, k, v = (lambda x=x, w=w: (x @ w).unflatten(-1, (heads, d)) for w in weights)
+
+        def inner(q, k, v, prefix, late=i % 4 == 2 + axis.rank % 2):
+            if late:
+                torch.cuda._sleep(LATE)
+            return attention.attention(q, k, v, kernel)[0]
+
+        wanted = ulysses.ulysses(q, k, v, None, axis, cut, inner)
+        for j, own in enumerate((axis, early)):
+            if i % 4 == axis.rank % 2:
+                torch.cuda._sleep(LATE)
+            differ[j] += (ulysses.ulysses_async(q, k, v, None, own, cut, inner) != wanted).any()
+    return differ.tolist()
+
+
+def try_races(world: int, device: torch.device) -> bool:
+    """Prints a line a shape; whether pushes equal the sync way on every rank, and reading early is seen on some."""
+    missing, right = push.refusal(device, world), True
+    if missing is not None:
+        if os.environ["RANK"] == "0":
+            print(f"async ulysses by pushes was not tried: {missing}")
+        return True
+    for shape in RACES:
+        with torch.inference_mode():
+            waited, early = worst(*race(shape, mesh.open_mesh(device, {"ulysses": world}).ulysses, device))
+        right &= waited == 0 and early > 0
+        if os.environ["RANK"] == "0":
+            print(f"async ulysses by pushes, (b, S, H, d) = {shape}, {REPEATS} repeats: {waited} differ from sync; "
+                  f"read before the wait: {early} differ", flush=True)  # fmt: skip
+    return right
+
+
+def compare(world: int, device: torch.device, folder: Path) -> Iterator[Row]:
+    """Every configuration of this world with every kernel of the device, then the VAE."""
+    draws = DRAWS if device.type == "cuda" else 1
+    for name in FAMILIES:
+        (folder / name).mkdir()
+    truths = {name: Truth(folder / name, family, draws) for name, family in FAMILIES.items()}
+    for dtype, kernel in KERNELS[device.type]:
+        place = (device, dtype, attention.KERNELS[kernel])
+        with torch.inference_mode():
+            alone = {n: velocities(t.family, t.load(mesh.Axis("tp"), device, dtype), place, draws) for n, t in truths.items()}
+        for name in [n for n in [*ULYSSES, *RING, *ATTN2D, *HYBRID, *RACK] if parse(n).world == world]:
+            chosen = families(name)
+            for row in measure(name, [truths[n] for n in chosen], place, [alone[n] for n in chosen]):
+                _, family, grid = row.name.split()
+                limit = 1.1 * error(alone[family][grid], truths[family].velocity[grid]) if device.type == "cuda" else 0
+                floor = TOLERANCE if dtype == torch.float32 else 0
+                yield replace(row, place=f"{str(dtype).removeprefix('torch.')} {kernel}", limit=max(floor, limit))
+    vae = make(VAE(VAE_CONFIG), 1)
+    with torch.inference_mode():
+        wanted = coded(vae, mesh.Axis("vae"), 4)
+        alone = coded(vae.to(device), mesh.Axis("vae"), 4)
+    limits = [max(TOLERANCE, 1.1 * error(a.cpu(), b)) for a, b in zip(alone, wanted, strict=True)]
+    for degree, split in [n for n in VAE_DEGREES if n[0] == world]:
+        for row, limit in zip(measure_vae(split, degree, vae, wanted, alone), limits, strict=True):
+            yield replace(row, place=f"float32 {device.type}", limit=limit)
+
+
 def main() -> int:
-    """Under torchrun: the configurations of this world, fp32 and, on GPUs, bf16 against the fp32 truth."""
+    """Under torchrun: the configurations of this world; on GPUs in fp32 and bf16, by every kernel, and the pushes' races."""
     world = int(os.environ["WORLD_SIZE"])
     device = mesh.open_world(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    status, first = 0, os.environ["RANK"] == "0"
+    torch.backends.cudnn.allow_tf32 = False  # else the VAE's convolutions round their fp32 inputs to 10 bits
+    rows, say = [], print if os.environ["RANK"] == "0" else lambda *_, **__: None
+    say(HEADER)
     with tempfile.TemporaryDirectory() as folder:
-        truth = Truth(Path(folder))
-        dtypes = [torch.float32, torch.bfloat16] if device.type == "cuda" else [torch.float32]
-        for dtype in dtypes:
-            kernel = attention.KERNELS[attention.default_kernel(device, dtype)]
-            place = (device, dtype, kernel)
-            with torch.inference_mode():
-                models = truth.load(mesh.Axis("tp"), device, dtype)
-                alone = {grid: guided(truth.family, models, grid, truth.alone, Mesh(), place).cpu() for grid in GRIDS}
-            for name in [n for n in [*ULYSSES, *RING, *ATTN2D, *HYBRID, *RACK] if parse(n).world == world]:
-                for row, grid in zip(measure(name, [truth], place), GRIDS, strict=True):
-                    limit = TOLERANCE if device.type == "cpu" else 1.1 * error(alone[grid], truth.velocity[grid])
-                    status |= row.error > limit or row.sent != row.formula
-                    if first:
-                        print(row, f"{dtype} limit {limit:.1e}", "" if row.error <= limit else "FAILED", flush=True)
+        for row in compare(world, device, Path(folder)):
+            rows.append(row)
+            say(row, "" if row.right else "WRONG", flush=True)
+    wrong = sum(not row.right for row in rows)
+    say(f"{len(rows)} rows, {wrong} wrong", flush=True)
+    right = (device.type == "cpu" or world == 1 or try_races(world, device)) and not wrong
     mesh.close_world()
-    return int(status)
+    return int(not right)
 
 
 if __name__ == "__main__":

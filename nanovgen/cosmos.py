@@ -215,20 +215,14 @@ class TextTower(nn.Module):
         last = rf"layers\.{self.config.num_hidden_layers - 1}\.(self_attn\.(to_q|to_out|norm_q)|mlp\..*|post_attention_layernorm)"
         return bool(VIDEO_NAMES.fullmatch(name) or UNUSED_NAMES.fullmatch(name) or re.fullmatch(last + r"\.weight", name))
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> list[KV]:
-        """ids (b, L) -> by layer the keys and values (b, L, G, d). A mask (b, L), True where a token is real, is for
-        batches of unequal prompts, padded on the left: then the gap to the clip is the same in all."""
+    def forward(self, ids: Tensor) -> list[KV]:
+        """ids (b, L) -> by layer the keys and values (b, L, G, d). Causal: what is behind a token never changes it."""
         kept, rope = [], rope_table(torch.arange(ids.shape[1]).expand(3, -1).float(), self.config).to(ids.device)
-        seen = None
-        if mask is not None:  # causal, over real tokens; a pad sees itself, since nothing would be NaN
-            square = mask.new_ones(ids.shape[1], ids.shape[1])
-            seen = ((square.tril() & mask[:, None, :]) | square.diag().diag())[:, None]
 
         def attend(q: Projection, k: Projection, v: Projection, _: None) -> Tensor:
             kept.append((k(), v()))
             q, k, v = (x.transpose(1, 2) for x in (q(), *kept[-1]))
-            o = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=True)
-            return o.transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
         x = self.embed_tokens(ids)
         for layer in self.layers[:-1]:

@@ -9,7 +9,6 @@ the model was also trained on such descriptions, and they carry the sentences' f
 """
 
 import json
-import math
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -18,17 +17,6 @@ from nanovgen.recipe import read_json
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>")
 
-# The model authors' own, by the names of a Preset. The shift is for even sigmas, Karras off.
-VIDEO = dict(size="1280x720", frames=189, fps=24, steps=35, guidance=6.0, shift=10.0)
-IMAGE = dict(size="1280x720", frames=1, steps=50, guidance=4.0, shift=3.0)
-SHIFTS = {1280 * 720: 10.0, 832 * 480: 5.0, 320 * 192: 3.0}  # by the pixels of a frame
-
-
-def shift_for(width: int, height: int, frames: int) -> float:
-    """The authors' shift: 3 for an image; for a video that of their 720p, 480p and 256p sizes, the nearest in pixel count."""
-    nearest = min(SHIFTS, key=lambda pixels: abs(math.log(width * height / pixels)))
-    return IMAGE["shift"] if frames == 1 else SHIFTS[nearest]
-
 
 def json_prompt(prompt: str) -> str | None:
     """A prompt that is a JSON object, or @FILE.json that holds one, in json.dumps's spelling; None: it is plain text."""
@@ -36,7 +24,7 @@ def json_prompt(prompt: str) -> str | None:
         return json.dumps(read_json(Path(prompt[1:])))
     try:
         content = json.loads(prompt)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return json.dumps(content) if isinstance(content, dict) else None
 

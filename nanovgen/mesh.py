@@ -19,13 +19,15 @@ cuts what it gives back, so no rank ever computes with padding.
 import math
 import os
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+
+from nanovgen import push
 
 # torch 2.13 renamed these two.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -42,6 +44,7 @@ class Axis:
     rank: int = 0
     group: dist.ProcessGroup | None = None
     sent: Counter = field(default_factory=Counter, compare=False, repr=False)
+    pusher: push.Pusher | None = field(default=None, compare=False, repr=False)  # where its ranks can write to each other
 
     def count(self, kind: str, elements: int, itemsize: int) -> None:
         for unit, amount in (("calls", 1), ("elements", elements), ("bytes", elements * itemsize)):
@@ -103,15 +106,16 @@ def open_mesh(device: torch.device, degrees: dict[str, int], vae: int = 1) -> Me
     if (product := math.prod(sizes)) != world:
         named = " x ".join(f"{name} {size}" for name, size in zip(NAMES, sizes, strict=True) if size > 1) or "1"
         raise ValueError(f"{named} = {product} ranks, and there are {world}")
+    axes = {name: Axis(name, sent=sent) for name in (*NAMES, "seq", "vae", "world")}
     if world == 1:
-        axes = {name: Axis(name, sent=sent) for name in (*NAMES, "seq", "vae", "world")}
         return Mesh(**axes, sent=sent)
-    axes = {name: Axis(name, sent=sent) for name in (*NAMES, "seq", "vae")}
     axes["world"] = _axis("world", dist.group.WORLD, sent)
     dims = {name: size for name, size in zip(NAMES, sizes, strict=True) if size > 1}
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     for name in dims:
         axes[name] = _axis(name, mesh[name].get_group(), sent)
+    if "ulysses" in dims and push.refusal(device, dims["ulysses"]) is None:
+        axes["ulysses"] = replace(axes["ulysses"], pusher=push.Pusher(axes["ulysses"].group, device))
     tokens = tuple(name for name in ("ring", "kv_axis", "q_axis", "ulysses") if name in dims)
     if tokens:
         axes["seq"] = _axis("seq", (mesh[tokens]._flatten("seq") if len(tokens) > 1 else mesh[tokens[0]]).get_group(), sent)
@@ -195,13 +199,16 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     return start_all_to_all(x, axis).wait()
 
 
-def start_all_to_all(x: Tensor, axis: Axis) -> Pending:
+def start_all_to_all(x: Tensor, axis: Axis, pushed: bool = False) -> "Pending | push.Push":
+    """`pushed`: where the axis has a pusher, by it: what it gives is lent for the next few exchanges only."""
     assert x.shape[0] == axis.size
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
-    out = torch.empty_like(x)
     axis.count("all_to_all", x.numel() // axis.size * (axis.size - 1), x.itemsize)
+    if pushed and axis.pusher is not None:
+        return axis.pusher.start(x)
+    out = torch.empty_like(x)
     return Pending(out, [dist.all_to_all_single(out, x, group=axis.group, async_op=True)], x)
 
 

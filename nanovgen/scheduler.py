@@ -83,13 +83,13 @@ def stored_schedule(config: dict) -> Stored:
     """
     for key, (ours, absent) in OURS.items():
         if (said := config.get(key, absent)) != ours:
-            raise ValueError(f"the scheduler file has {key}={said}; ours is {ours}, so give the shift by hand")
-    if not config.get("use_karras_sigmas"):
-        return Stored(float(config.get("flow_shift", 1.0)))
-    ends = config.get("sigma_min"), config.get("sigma_max")
-    if None in ends:
-        raise ValueError("the scheduler file has use_karras_sigmas, but not both sigma_min and sigma_max; give the shift by hand")
-    return Stored(None, ends)
+            raise ValueError(f"the scheduler file has {key}={said}; our UniPC knows {key}={ours} only")
+    keys = {"sigma_min": None, "sigma_max": None} if config.get("use_karras_sigmas") else {"flow_shift": 1.0}
+    numbers = [config.get(key, absent) for key, absent in keys.items()]
+    if not all(type(x) in (int, float) for x in numbers):
+        said = ", ".join(f"{key}={x}" for key, x in zip(keys, numbers, strict=True))
+        raise ValueError(f"the scheduler file has {said}; numbers are needed there")
+    return Stored(None, (numbers[0], numbers[1])) if len(keys) == 2 else Stored(float(numbers[0]))
 
 
 def timesteps(sigmas: Tensor) -> list[int]:

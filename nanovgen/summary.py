@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovgen import plan, scheduler
+from nanovgen import plan, push, scheduler
 from nanovgen.checkpoint import final_dtype
 from nanovgen.job import Job, stored_schedule
 
@@ -68,7 +68,8 @@ def said_cut(job: Job, text: str | None) -> str:
 def describe_ranks(job: Job) -> str:
     parallel = job.recipe.parallel_config
     spread = ", ".join(f"{name} {size}" for name, size in plan.degrees(parallel).items() if size > 1) or "every degree 1"
-    ways = [name for name in ("async_ulysses", "fused_ulysses") if getattr(parallel, name)]
+    ways = [f"async_ulysses {push.way(job.device, parallel.ulysses_size)}"] if parallel.async_ulysses else []
+    ways += ["fused_ulysses"] if parallel.fused_ulysses else []
     ways += [f"attn2d {parallel.attn2d_merge}"] if parallel.attn2d_size != (1, 1) else []
     vae = f"; VAE {parallel.parallel_vae_size} by {parallel.parallel_vae_split_dim}" if parallel.parallel_vae_size > 1 else ""
     return f"{parallel.world}: {spread}{' (' + ', '.join(ways) + ')' if ways else ''}{vae}"

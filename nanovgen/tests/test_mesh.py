@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanovgen import attention, mesh, plan, ulysses
+from nanovgen import attention, cfg, mesh, plan, push, ulysses
 from nanovgen.mesh import Axis, Cut, Mesh
 from nanovgen.recipe import ParallelConfig
 from nanovgen.wan import Wan, WanConfig, rope_table
@@ -144,6 +144,40 @@ def test_async_is_sync_to_the_bit(on_ranks, inner):
     on_ranks(kinds[0].world, work)
 
 
+@pytest.mark.parametrize(("local", "devices", "degree", "blocked", "said"), [
+    (8, 8, 4, None, None), (8, 8, 8, None, None), (None, 8, 2, None, "no ranks were launched here"),
+    (4, 4, 8, None, "8 ranks of a row, 4 on a host"), (6, 6, 4, None, "4 ranks of a row, 6 on a host"),
+    (4, 1, 4, None, "a rank sees 1 of 4 devices"), (4, 4, 2, (2, 3), "no peer access from device 2 to 3"),
+])  # fmt: skip
+def test_where_ranks_may_push(monkeypatch, local, devices, degree, blocked, said):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != blocked)
+    assert push.refusal(torch.device("cuda"), degree) == said
+    assert push.refusal(CPU, degree) == "cpu ranks share no memory"
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("streams", [1, 2, 3])
+def test_streams_in_turn(on_ranks, halves, streams):
+    """Three guidance streams on two halves take two turns: in order everywhere, each run once, a turn an exchange."""
+    x = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    wanted = [torch.sin((i + 1) * x) for i in range(streams)]
+
+    def work() -> tuple:
+        axis, ran = mesh.open_mesh(CPU, {"cfg": halves}).cfg, []
+        found = cfg.run_streams(lambda i: (ran.append(i), torch.sin((i + 1) * x))[1], streams, axis)
+        assert len(found) == streams and all(map(torch.equal, found, wanted)) and ran == cfg.mine(streams, axis)
+        return ran, axis.sent["cfg", "all_gather", "elements"]
+
+    turns = 0 if streams == 1 or halves == 1 else -(-streams // halves)
+    ran, sent = zip(*on_ranks(halves, work), strict=True)
+    assert sorted(i for one in ran for i in one) == ([0] * halves if streams == 1 else [*range(streams)])
+    assert sent == ((halves - 1) * 10 * turns,) * halves
+
+
 @pytest.mark.parametrize(("tokens", "ranks", "chunks"), [
     (75, 4, [19, 19, 19, 18]), (5, 4, [2, 2, 1, 0]), (5, 8, [1, 1, 1, 1, 1, 0, 0, 0]),
 ])  # fmt: skip
@@ -255,7 +289,7 @@ def test_fused_needs_as_many_key_heads():
     ulysses.check(8, 2, 2)
     ulysses.check(8, 8, 4, fused=True)
     for given, said in (((8, 2, 2, True), "fused ulysses stacks q, k, v, and 8 heads are not 2; use the unfused way"),
-                        ((8, 2, 4), "2 key heads do not split over ulysses 4; use 2"),
+                        ((12, 4, 6), "4 key heads do not split over ulysses 6; use 4"),
                         ((12, 12, 8), "12 heads do not split over ulysses 8; use 6")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             ulysses.check(*given)

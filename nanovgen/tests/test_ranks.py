@@ -94,6 +94,12 @@ def test_vae_on_the_whole_world_is_accepted(ask, wide_folder, recipe):
     assert result.code == 0 and result.lines["ranks"] == "4: cfg 2, ulysses 2; VAE 4 by width"
 
 
+def test_how_async_ulysses_is_sent_is_said(ask, wide_folder, recipe):
+    path = recipe(ulysses_size=2, async_ulysses=True)
+    result = ask("--model", wide_folder, "--ranks", 2, "--dry-run", "--recipe", path)
+    assert "(async_ulysses by the backend's collectives: cpu ranks share no memory)" in result.lines["ranks"], result
+
+
 def test_a_kernel_that_is_not_here(not_started, ask, recipe):
     assert "fa4 is not installed here; auto takes cpu" in not_started(None, dict(backend="FA4"))
     result = ask("--ranks", 2, "--dry-run", "--recipe", recipe(backend="FA4", cfg_size=2))
@@ -261,12 +267,17 @@ def test_guidance_of_one_on_halves(ask, spied, recipe, raw, high, low):
     assert sent.get("cfg", 0) == formula(dict(cfg_size=2), report["request"], [1 + (high != 1), 1 + (low != 1)]).get("cfg", 0)
 
 
-def test_image_to_video_on_two(ask, i2v_folder, recipe, raw):
+@pytest.mark.parametrize("parallel", [
+    dict(cfg_size=2, ulysses_size=2, parallel_vae_size=2), dict(cfg_size=2, parallel_vae_size=2), dict(tp_size=2),
+    dict(ulysses_size=2, async_ulysses=True, parallel_vae_size=2, parallel_vae_split_dim="height"),
+])  # fmt: skip
+def test_image_to_video(ask, i2v_folder, recipe, raw, parallel):
+    """The image is encoded on the ranks of the parallel VAE, or on one that tells the others."""
     iio.imwrite("red.png", np.full((20, 30, 3), (255, 0, 0), np.uint8))
     request = ["--model", i2v_folder, "--image", "red.png"]
     assert ask(*request, "--out", "one.mp4").code == 0
-    path = recipe(cfg_size=2, ulysses_size=2, parallel_vae_size=2)
-    assert ask(*request, "--ranks", 4, "--recipe", path, "--out", "many.mp4").code == 0
+    world = ParallelConfig(**parallel).world
+    assert ask(*request, "--ranks", world, "--recipe", recipe(**parallel), "--out", "many.mp4").code == 0
     check_alike("one", "many")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import tiny_layout
 import torch
 import train_cosmos
 from clip_world import Clip, Shape, caption
-from muon import Masters
+from muon import Budget, Masters
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
@@ -104,3 +105,16 @@ def test_folder_holds_both_towers(tmp_path, tokenizer):
         assert own <= names and all(tower.foreign(name) for name in names - own)
     saved = Tokenizer.from_file(str(tmp_path / "text_tokenizer" / "tokenizer.json"))
     assert saved.encode("a red circle, straße").ids == tokenizer.encode("a red circle, straße").ids
+
+
+def test_budget_counts_from_the_second_step(capsys):
+    budget, shares = Budget("toy", 0.002), []
+    budget.said = -100.0  # long ago: the first step would have something to say
+    for share in budget:
+        shares.append(share)
+        budget.note(lambda loss: f"loss {loss:.1f}", torch.tensor(float(len(shares) + 1)))
+        time.sleep(0.02)
+    assert shares[0] == 0 and 0 <= shares[1] < 0.2 and shares == sorted(shares) and shares[-1] < 1
+    assert budget.step == len(shares)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("toy step 1, ") and said[0].endswith("loss 2.0") and said[1].startswith("toy: first step in 0 s")
