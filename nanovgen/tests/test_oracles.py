@@ -309,6 +309,40 @@ def broken_vae(how):
     return torch.cat(parts, dim=2), theirs.decode(z, return_dict=False)[0]
 
 
+class Otherwise(nn.Module):  # a shortcut, given something else
+    def __init__(self, shortcut, change):
+        super().__init__()
+        self.shortcut, self.change = shortcut, change
+
+    def forward(self, x, stream):
+        return self.shortcut(self.change(x, self.shortcut), stream)
+
+
+def broken_unfold(how):
+    ours, theirs = copy.deepcopy(pair(RESIDUAL))
+    if how == "rows and columns of a patch swapped":
+        for p in ours.decoder.conv_out.parameters():
+            p.copy_(p.unflatten(0, (3, 2, 2)).transpose(1, 2).flatten(0, 2))
+    for stage in ours.decoder.stages[:-1]:
+        if how == "the channels that a shortcut unfolds in another order":
+            stage.shortcut = Otherwise(
+                stage.shortcut, lambda x, to: x.unflatten(1, (-1, to.repeats)).transpose(1, 2).flatten(1, 2)
+            )
+        elif how == "no shortcut":
+            stage.shortcut = None
+    mean, std = (torch.tensor(x).view(1, 16, 1, 1, 1) for x in (MEAN, STD))
+    z = fill("input:z", 1, 16, 3, 3, 5)
+    return torch.cat([*ours.decode(z)], dim=2), theirs.decode(z * std + mean, return_dict=False)[0]
+
+
+def broken_fold(how):
+    ours, theirs = copy.deepcopy(pair(RESIDUAL))
+    for stage in ours.encoder.stages if how == "the first frame folded with itself" else ():  # not with zeros
+        stage.shortcut = Otherwise(stage.shortcut, lambda x, to: torch.cat([x[:, :, : -x.shape[2] % to.t], x], dim=2))
+    video = fill("input:video", 1, 3, 9, 48, 80)
+    return ours.moments(video)[0], theirs.encode(video).latent_dist.mode()
+
+
 def broken_umt5(how):
     ours, theirs = copy.deepcopy(pair(TEXT))
     for block in ours.blocks if how == "one bias for all layers" else ():
@@ -327,7 +361,10 @@ def broken_unipc(how):
     (broken_wan, "rows and columns swapped in RoPE"), (broken_wan, "rows out of place in RoPE"),
     (broken_wan, "no norm before cross-attention"), (broken_wan, "q and k normalised by head"),
     (broken_wan, "shift and scale swapped in the output"), (broken_vae, "chunks forget"),
-    (broken_vae, "first frame as the second's past"), (broken_umt5, "one bias for all layers"), (broken_unipc, "no corrector"),
+    (broken_vae, "first frame as the second's past"), (broken_unfold, "rows and columns of a patch swapped"),
+    (broken_unfold, "the channels that a shortcut unfolds in another order"), (broken_unfold, "no shortcut"),
+    (broken_fold, "the first frame folded with itself"), (broken_umt5, "one bias for all layers"),
+    (broken_unipc, "no corrector"),
 ])  # fmt: skip
 def test_negative_control(part, how):
     same(*part(None), "unbroken")
