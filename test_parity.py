@@ -17,6 +17,7 @@ too, async Ulysses is held to sync Ulysses, while ranks are late by turns; and s
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -476,9 +477,9 @@ def try_races(world: int, device: torch.device) -> bool:
     return right
 
 
-def compare(world: int, device: torch.device, folder: Path) -> list[Row]:
+def compare(world: int, device: torch.device, folder: Path) -> Iterator[Row]:
     """Every configuration of this world with every kernel of the device, then the VAEs."""
-    truth, rows = Truth(folder, DRAWS if device.type == "cuda" else 1), []
+    truth = Truth(folder, DRAWS if device.type == "cuda" else 1)
     for dtype, kernel in KERNELS[device.type]:
         place = (device, dtype, attention.KERNELS[kernel])
         with torch.inference_mode():
@@ -488,21 +489,19 @@ def compare(world: int, device: torch.device, folder: Path) -> list[Row]:
             for row, grid in zip(measure(name, truth, place, alone), GRIDS, strict=True):
                 limit = 1.1 * error(alone[grid], truth.velocity[grid]) if device.type == "cuda" else 0
                 floor = TOLERANCE if dtype == torch.float32 else 0
-                rows.append(replace(row, place=f"{str(dtype).removeprefix('torch.')} {kernel}", limit=max(floor, limit)))
+                yield replace(row, place=f"{str(dtype).removeprefix('torch.')} {kernel}", limit=max(floor, limit))
     for kind, config in VAES.items():
-        rows += compare_vae(world, device, kind, make(VAE(config), 1))
-    return rows
+        yield from compare_vae(world, device, kind, make(VAE(config), 1))
 
 
-def compare_vae(world: int, device: torch.device, kind: str, vae: VAE) -> list[Row]:
+def compare_vae(world: int, device: torch.device, kind: str, vae: VAE) -> Iterator[Row]:
     with torch.inference_mode():
         wanted = coded(vae, mesh.Axis("vae"), 4)
         alone = coded(vae.to(device), mesh.Axis("vae"), 4)
-    limits, rows = [max(TOLERANCE, 1.1 * error(a.cpu(), b)) for a, b in zip(alone, wanted, strict=True)], []
+    limits = [max(TOLERANCE, 1.1 * error(a.cpu(), b)) for a, b in zip(alone, wanted, strict=True)]
     for degree, split in [n for n in VAE_DEGREES if n[0] == world]:
         for row, limit in zip(measure_vae(split, degree, kind, vae, wanted, alone), limits, strict=True):
-            rows.append(replace(row, place=f"float32 {device.type}", limit=limit))
-    return rows
+            yield replace(row, place=f"float32 {device.type}", limit=limit)
 
 
 def main() -> int:
@@ -510,11 +509,14 @@ def main() -> int:
     world = int(os.environ["WORLD_SIZE"])
     device = mesh.open_world(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     torch.backends.cudnn.allow_tf32 = False  # else the VAE's convolutions round their fp32 inputs to 10 bits
+    rows, say = [], print if os.environ["RANK"] == "0" else lambda *_, **__: None
+    say(HEADER)
     with tempfile.TemporaryDirectory() as folder:
-        rows = compare(world, device, Path(folder))
-    wrong = [row for row in rows if not row.right]
-    if os.environ["RANK"] == "0":
-        print(HEADER, *rows, f"{len(rows)} rows, {len(wrong)} wrong", *wrong, sep="\n", flush=True)
+        for row in compare(world, device, Path(folder)):
+            rows.append(row)
+            say(row, "" if row.right else "WRONG", flush=True)
+    wrong = sum(not row.right for row in rows)
+    say(f"{len(rows)} rows, {wrong} wrong", flush=True)
     right = (device.type == "cpu" or world == 1 or try_races(world, device)) and not wrong
     mesh.close_world()
     return int(not right)

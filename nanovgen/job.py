@@ -83,7 +83,8 @@ class Job:
 
 def dressed(request: Request, text: str, negative: bool) -> str:
     """Cosmos3's chat around a prompt, by --dressing."""
-    sentences = {"full": True, "chat": False, "bare": False}.get(request.dressing)
+    plain = dress.json_prompt(request.prompt) is None  # the prompt decides for the negative prompt too
+    sentences = {"full": True, "chat": False, "bare": False}.get(request.dressing, plain)
     said = dress.dress(text, request.frames, request.fps, parse_size(request.size), sentences, negative)
     return dress.chat(said, request.frames, system=request.dressing != "bare")
 

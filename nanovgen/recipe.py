@@ -147,14 +147,17 @@ def resolve(request: Request, preset: Preset) -> Request:
     return filled
 
 
+SHIFTS = {1280 * 720: 10.0, 832 * 480: 5.0, 320 * 192: 3.0}  # Cosmos3's, by the pixels of a frame
+
+
 def at_size(request: Request, preset: Preset) -> Preset:
-    """Cosmos3's shift falls with the picture (720p 10, 480p 5, 256p 3), and one frame has its own steps and guidance."""
+    """Cosmos3's shift is that of its authors' size nearest in pixels; one frame has its own shift, steps and guidance."""
     if preset.repo not in (PRESETS["cosmos3-super"].repo, PRESETS["cosmos3-nano"].repo):
         return preset
     if request.frames == 1:
         return replace(preset, shift=3.0, steps=50, guidance=4.0)
-    rows = min(parse_size(request.size or preset.size))
-    return replace(preset, shift=10.0 if rows > 480 else 5.0 if rows > 256 else 3.0)
+    width, height = parse_size(request.size or preset.size)
+    return replace(preset, shift=SHIFTS[min(SHIFTS, key=lambda pixels: abs(math.log(width * height / pixels)))])
 
 
 def negative_text(request: Request) -> str:
