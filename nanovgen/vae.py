@@ -55,6 +55,9 @@ class VAEConfig:
         if ours.is_residual != (ours.patch == 2):
             raise ValueError(f"vae config has is_residual={ours.is_residual} with patch_size={ours.patch_size}; this model "
                              "knows false with null (Wan 2.1) and true with 2 (Wan 2.2)")  # fmt: skip
+        if not ours.z_dim == len(ours.latents_mean) == len(ours.latents_std):
+            raise ValueError(f"vae config has z_dim={ours.z_dim} with {len(ours.latents_mean)} latents_mean and "
+                             f"{len(ours.latents_std)} latents_std; each latent channel needs one of both")  # fmt: skip
         return ours
 
     @property
