@@ -234,13 +234,15 @@ def decode(job: Job, latents: Tensor, stages: Stages) -> None:
         while True:
             with stages("decode"):
                 chunk = next(chunks, None)
-            if chunk is None:
+                pixels = None if chunk is None else video.to_pixels(check_finite(chunk, "decoding"))
+            if pixels is None:
                 break
-            with stages("write"):
-                pixels = video.to_pixels(check_finite(chunk, "decoding"))
+            with stages("write"):  # what is not hidden behind the next chunk's decode
                 writer.write(pixels)
-                if job.request.sheet:
-                    frames.extend(pixels)
+            if job.request.sheet:
+                frames.extend(pixels)
+        with stages("write"):
+            writer.close()
     if job.request.sheet:
         video.contact_sheet(np.stack(frames), job.out.with_suffix(".png"))
 

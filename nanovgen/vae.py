@@ -76,7 +76,7 @@ class Stream:
     def swap(self, layer: nn.Module, x: Tensor, keep: int) -> Tensor | None:
         """The frames that `layer` kept from its last chunk (None on its first); keeps the last `keep` of x."""
         past = self.cache.get(layer)
-        self.cache[layer] = x[:, :, -keep:]
+        self.cache[layer] = x[:, :, x.shape[2] - keep :].clone()  # a view would keep the whole chunk in memory
         return past
 
     def border(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -99,9 +99,7 @@ class CausalConv3d(nn.Conv3d):
         x, zeros = stream.border(x) if self.kernel_size[1] == 3 else (x, (0, 0))
         if reach := self.kernel_size[0] - 1:
             past = stream.cache.get(self)
-            if past is None:
-                past = x.new_zeros(*x.shape[:2], reach, *x.shape[3:])
-            x = torch.cat([past, x], dim=2)
+            x = F.pad(x, (0, 0, 0, 0, reach, 0)) if past is None else torch.cat([past, x], dim=2)
             stream.swap(self, x, reach)
         return F.conv3d(x, self.weight, self.bias, self.stride, (0, *zeros))
 
@@ -115,7 +113,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gain = self.gamma.float() * x.shape[1] ** 0.5
-        return (F.normalize(x.float(), dim=1) * gain).to(x.dtype)
+        length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32).clamp_min(1e-12)
+        return (x / length * gain).to(x.dtype)
 
 
 class ResBlock(nn.Module):
@@ -197,9 +196,8 @@ class Upsample(nn.Module):
             if x.shape[2]:
                 x = rearrange(self.time_conv(x, stream), "b (two c) f y x -> b c (f two) y x", two=2)
             x = torch.cat([head, x], dim=2)
-        x = F.interpolate(rearrange(x, "b c f y x -> b (c f) y x"), scale_factor=2, mode="nearest-exact")
-        x = rearrange(x, "b (c f) y x -> b c f y x", c=self.conv.in_channels)
-        x, zeros = stream.border(x)
+        x = F.interpolate(rearrange(x, "b c f y x -> (b f) c y x"), scale_factor=2, mode="nearest-exact")
+        x, zeros = stream.border(rearrange(x, "(b f) c y x -> b c f y x", b=b))
         h = F.conv2d(rearrange(x, "b c f y x -> (b f) c y x"), self.conv.weight, self.conv.bias, padding=zeros)
         return rearrange(h, "(b f) c y x -> b c f y x", b=b)
 
@@ -317,6 +315,14 @@ class VAE(nn.Module):
         name = name.replace(".resample.", f".{down if side == 'encoder' else up}.")
         return (name.replace(".conv.", ".resample.1.") if resamples else name).replace(".mid.", ".mid_block.")
 
+    def channels_last(self) -> "VAE":
+        """Weights with their channels innermost in memory, as tensor cores read them; activations follow. The same numbers."""
+        for conv in self.modules():
+            if isinstance(conv, (nn.Conv2d, nn.Conv3d)):
+                layout = torch.channels_last_3d if isinstance(conv, nn.Conv3d) else torch.channels_last
+                conv.weight = nn.Parameter(conv.weight.to(memory_format=layout), conv.weight.requires_grad)
+        return self
+
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         mean, std = like.new_tensor(self.config.latents_mean), like.new_tensor(self.config.latents_std)
         return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
@@ -333,8 +339,8 @@ class VAE(nn.Module):
 
     def encode(self, video: Tensor, chunk: int | None = 1, stream: Stream | None = None) -> Tensor:
         """Video in [-1, 1] -> normalised latents: the posterior's mode, as image conditioning wants it."""
-        mean, std = self._statistics(video)
-        return (self.moments(video, chunk, stream)[0] - mean) / std
+        mean, std = self._statistics(video.float())
+        return (self.moments(video.to(self.quant_conv.weight.dtype), chunk, stream)[0].float() - mean) / std
 
     def decode(self, latents: Tensor, chunk: int | None = 1, stream: Stream | None = None) -> Iterator[Tensor]:
         """Yield the video (b, 3, frames, rows, columns) in [-1, 1], `chunk` latent frames at a time (None: all at once).
