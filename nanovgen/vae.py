@@ -316,7 +316,7 @@ class VAE(nn.Module):
         return (name.replace(".conv.", ".resample.1.") if resamples else name).replace(".mid.", ".mid_block.")
 
     def channels_last(self) -> "VAE":
-        """Weights with their channels innermost in memory, as tensor cores read them; activations follow. The same numbers."""
+        """Weights with their channels innermost in memory, as tensor cores read them; cuDNN's outputs follow."""
         for conv in self.modules():
             if isinstance(conv, (nn.Conv2d, nn.Conv3d)):
                 layout = torch.channels_last_3d if isinstance(conv, nn.Conv3d) else torch.channels_last
@@ -353,6 +353,30 @@ class VAE(nn.Module):
         for part in z.split(chunk or z.shape[2], dim=2):
             yield self.unpatch(self.decoder(part, stream)).clamp(-1, 1)
 
+    def decode_bytes(self, f: int, y: int, x: int, chunk: int, itemsize: int) -> int:
+        """What a decode of latents (1, z, f, y, x) holds at its fullest, beside the weights; for a model on meta.
+
+        The caches are counted. In the last stage's blocks a chunk lies some 7 times (2.2, whose last stage is entered with
+        twice the channels: 10): what came into the stage, into the block and into the convolution, that with its past, what
+        comes out; or, in bf16, the norm's fp32. The test counts the same tensor by tensor.
+        """
+        stream, scale = Stream(), self.config.scale // self.config.patch
+        self.decoder(torch.empty(1, self.config.z_dim, min(f, 2), y, x, device="meta"), stream)  # the second frame doubles
+        kept, c = sum(past.numel() for past in stream.cache.values()), self.decoder.norm_out.gamma.numel()
+        held = c * min(4 * chunk, 4 * f - 3) * scale * y * scale * x
+        return itemsize * (kept + (10 if self.config.is_residual else 7) * held)
+
     def unpatch(self, x: Tensor) -> Tensor:
         """What the decoder gives, (b, 3 p p, f, y, x), to pixels (b, 3, f, p y, p x)."""
         return rearrange(x, "b (c r q) f y x -> b c f (y q) (x r)", q=self.config.patch, r=self.config.patch)
+
+
+def compile_blocks(vae: VAE, **options: object) -> None:
+    """Compile the decoder's residual blocks in place, each by itself: norm, SiLU and the past before it become one kernel.
+
+    A graph for each block, for the first chunk and the second; later chunks and clips of that size find theirs. (Blocks
+    share their code, so torch's limit on graphs is theirs together: torch 2.13 can count by block.)
+    """
+    for block in vae.decoder.modules():
+        if isinstance(block, ResBlock):
+            block.compile(**{"dynamic": False, "isolate_recompiles": True} | options)
