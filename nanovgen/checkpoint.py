@@ -4,8 +4,8 @@ A component is a folder: config.json and either one *.safetensors file or severa
 wrong with it is found from the files' headers (a few KiB each) before a weight is read: a missing, truncated or
 re-saved shard, missing or unknown tensors, wrong shapes. Then each tensor goes from the mapped file to the device in
 its final dtype, so the host never holds more than one shard beside the model. Several threads read, for one is bound by
-the page faults of the mapped file: 1 GiB of bf16 in the page cache went at 3.0 GB/s by one and 5.7 by two on two cores
-(1.4 and 2.7 where it became fp32). Ranks on one host read each byte from the disk once between them: the page cache is
+the page faults of the mapped file: 1 GiB of bf16 in the page cache went at 2.5 GB/s by one and 5.2 by two on two cores
+(1.3 and 2.5 where it became fp32). Ranks on one host read each byte from the disk once between them: the page cache is
 theirs together.
 """
 

@@ -140,8 +140,8 @@ def test_full_size_names_and_shapes(name):
         assert {key for key in stored if not tower.foreign(key)} == mine.keys()
     last = f"layers.{LARGE[name].num_hidden_layers - 1}."
     assert nobody == {key for key in stored if key.startswith(("action_", "audio_", "lm_head.")) or key == "norm.weight"
-                      or (key.startswith(last) and any(f".{part}." in key for part in (
-                          "to_q", "to_out", "norm_q", "mlp", "post_attention_layernorm")))}  # fmt: skip
+                      or key.startswith(last) and any(f".{part}." in key for part in (
+                          "to_q", "to_out", "norm_q", "mlp", "post_attention_layernorm"))}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LARGE)

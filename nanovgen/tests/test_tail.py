@@ -22,8 +22,8 @@ def clip(chunks: int = CHUNKS) -> torch.Tensor:
 
 @pytest.fixture
 def slow(monkeypatch):
-    """A decoder and an encoder that take their time; the frames as the encoder got them."""
-    got, write_frames = [], imageio_ffmpeg.write_frames
+    """A decoder and an encoder that take their time; the frames as the encoder got them, and the seconds it took for each."""
+    got, spent, write_frames = [], [], imageio_ffmpeg.write_frames
 
     def decode(*_):
         for chunk in clip().split(1, dim=2):
@@ -35,16 +35,17 @@ def slow(monkeypatch):
         real.send(None)
         try:
             while True:
-                frame = yield
+                frame, start = (yield), time.perf_counter()
                 time.sleep(PAUSE)
                 got.append(frame.copy())
                 real.send(frame)
+                spent.append(time.perf_counter() - start)
         finally:
             real.close()
 
     monkeypatch.setattr(vae_parallel, "decode", decode)
     monkeypatch.setattr(imageio_ffmpeg, "write_frames", encode)
-    return got
+    return got, spent
 
 
 def decoded(folder: Path) -> generate.Stages:
@@ -61,9 +62,10 @@ def decoded(folder: Path) -> generate.Stages:
 def test_the_write_is_hidden(slow, tiny_folder, read_video):
     stages = decoded(tiny_folder)
     decode, write = (stages.rows[name][0] for name in ("decode", "write"))
-    print(f"{CHUNKS} chunks, each {PAUSE} s to decode and {PAUSE} s to encode: {decode=:.2f} s, {write=:.2f} s not hidden")
-    assert decode >= CHUNKS * PAUSE and decode + write < 1.6 * CHUNKS * PAUSE, "in turn it would be 2"
-    assert np.array_equal(np.stack(slow), video.to_pixels(clip()))  # all, and in order
+    got, spent = slow
+    print(f"{CHUNKS} chunks: {decode:.2f} s to decode, {sum(spent):.2f} s to encode, of which {write:.2f} s were not hidden")
+    assert decode >= CHUNKS * PAUSE and write < 0.6 * sum(spent)
+    assert np.array_equal(np.stack(got), video.to_pixels(clip()))  # all, and in order
     assert len(read_video(Path("v.mp4"))[1]) == CHUNKS and Path("v.png").exists()
 
 
@@ -72,8 +74,8 @@ def test_frames_that_wait_are_few(slow, tmp_path):
     with video.VideoWriter(tmp_path / "v.mp4", 64, 32, 8) as writer:
         for i, frame in enumerate(video.to_pixels(clip())):
             writer.write(frame[None])
-            assert i + 1 - len(slow) <= writer.AHEAD + 2  # in the queue, at the encoder, and the one just given
-    assert len(slow) == CHUNKS
+            assert i + 1 - len(slow[0]) <= writer.AHEAD + 2  # in the queue, at the encoder, and the one just given
+    assert len(slow[0]) == CHUNKS
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, FloatingPointError])
@@ -82,7 +84,7 @@ def test_an_error_drops_what_waits(slow, tmp_path, error):
     with pytest.raises(error), video.VideoWriter(tmp_path / "v.mp4", 64, 32, 8) as writer:
         writer.write(np.concatenate([video.to_pixels(clip())] * 100))
         raise error
-    assert time.perf_counter() - start < 100 * CHUNKS * PAUSE / 4 and len(slow) < 100
+    assert time.perf_counter() - start < 100 * CHUNKS * PAUSE / 4 and len(slow[0]) < 100
     assert not writer.thread.is_alive() and not any(tmp_path.glob("*v.mp4"))
 
 

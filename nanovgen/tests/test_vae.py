@@ -3,8 +3,11 @@
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import clip_world
+import imageio.v3 as iio
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -57,6 +60,17 @@ def test_bf16():
         f"PSNR: float32 and bfloat16 {psnr(whole, half):.1f} dB; to the clip {psnr(whole, clip):.2f} and {psnr(half, clip):.2f}"
     )
     assert psnr(whole, half) > 40 and psnr(half, clip) > psnr(whole, clip) - 0.5
+
+
+def test_bf16_of_a_run(ask, cli, i2v_folder):
+    """With an image, which is encoded too; what is not asked for anew is float32 again."""
+    iio.imwrite("red.png", np.full((20, 30, 3), (255, 0, 0), np.uint8))
+    result = ask("--model", i2v_folder, "--image", "red.png", "--vae-dtype", "bfloat16")
+    assert result.code == 0 and "(VAE bfloat16)" in result.lines["runs"]
+    for name, more in {"same": ["--vae-dtype", "bfloat16"], "float32": []}.items():
+        again = cli("--latents", "v.latents.safetensors", "--out", f"{name}.mp4", *more)
+        assert again.code == 0 and f"(VAE {'bfloat16' if more else 'float32'})" in again.lines["runs"]
+    assert Path("same.mp4").read_bytes() == Path("v.mp4").read_bytes() != Path("float32.mp4").read_bytes()
 
 
 @pytest.mark.parametrize("config", [NARROW, RESIDUAL])
