@@ -62,6 +62,10 @@ class Job:
         return plain if self.preset.family == "wan" else [dressed(self.request, text, i > 0) for i, text in enumerate(plain)]
 
     @property
+    def vae_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.request.vae_dtype == "bfloat16" else torch.float32
+
+    @property
     def work(self) -> plan.Work:
         return plan.work(self.models["transformer" if "transformer" in self.models else "transformer_2"].config,
                          self.latent_shape, self.dtype.itemsize)  # fmt: skip
@@ -264,6 +268,8 @@ def place(request: Request, recipe: Recipe, forked: bool) -> tuple[torch.device,
     dtypes["auto"] = dtypes["bfloat16" if kind == "cuda" else "float32"]
     if request.dtype not in dtypes:
         raise ValueError(f"dtype {request.dtype!r} is not one of {', '.join(dtypes)}")
+    if request.vae_dtype not in dtypes:
+        raise ValueError(f"vae-dtype {request.vae_dtype!r} is not one of {', '.join(dtypes)}")
     device, dtype = torch.device(kind), dtypes[request.dtype]
     kernel, default = recipe.attention_config.backend, attention.default_kernel(device, dtype)
     kernel = kernel.lower()

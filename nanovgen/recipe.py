@@ -45,7 +45,8 @@ class Request:
     sheet: bool = _option(False, "also write a contact sheet, OUT.png")
     latents: str | None = _option(None, "resume: decode this file of saved latents, nothing else")
     device: str = _option("auto", "cuda, cpu, or auto")
-    dtype: str = _option("auto", "bfloat16, float32, or auto (bfloat16 on a GPU); the VAE is always float32")
+    dtype: str = _option("auto", "bfloat16, float32, or auto (bfloat16 on a GPU), of all but the VAE")
+    vae_dtype: str = _option("auto", "bfloat16, float32, or auto (float32): bfloat16 halves the decode's memory")
     chunk: int | None = _option(None, "latent frames decoded at a time; 0: all at once")
     free_text_tower: str = _option("auto", "Cosmos3: drop the text tower's weights once the prompts are read: yes, no, or auto "
                                    "(yes where the device cannot hold both towers)")  # fmt: skip
