@@ -80,7 +80,8 @@ WAN21_14B = Preset("Wan-AI/Wan2.1-T2V-14B-Diffusers", text_dtype="F32", experts=
 COSMOS3_SUPER = Preset(
     "nvidia/Cosmos3-Super", family="cosmos", experts=1, boundary=None, frames=189, fps=24, steps=35, guidance=6.0,
     guidance_low=None, shift=10.0, latent=(48, 16),
-    vae=dict(base_dim=160, decoder_base_dim=256, z_dim=48, is_residual=True, patch_size=2),
+    vae=dict(base_dim=160, decoder_base_dim=256, z_dim=48, is_residual=True, patch_size=2, latents_mean=(0.0,) * 48,
+             latents_std=(1.0,) * 48),  # the file brings its own
 )  # fmt: skip
 TINY_COSMOS = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
                    head_dim=32, vocab_size=512, mrope_section=(6, 5, 5))  # fmt: skip

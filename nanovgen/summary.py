@@ -1,6 +1,5 @@
 """What a run says before it starts: the model, the video, the steps, the ranks, what they send, what it all needs."""
 
-
 from nanovgen import plan, push, scheduler
 from nanovgen.checkpoint import final_dtype
 from nanovgen.job import Job, stored_schedule

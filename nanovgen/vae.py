@@ -372,14 +372,3 @@ class VAE(nn.Module):
     def unpatch(self, x: Tensor) -> Tensor:
         """What the decoder gives, (b, 3 p p, f, y, x), to pixels (b, 3, f, p y, p x)."""
         return rearrange(x, "b (c r q) f y x -> b c f (y q) (x r)", q=self.config.patch, r=self.config.patch)
-
-
-def compile_blocks(vae: VAE, **options: object) -> None:
-    """Compile the decoder's residual blocks in place, each by itself: norm, SiLU and the past before it become one kernel.
-
-    A graph for each block, for the first chunk and the second; later chunks and clips of that size find theirs. (Blocks
-    share their code, so torch's limit on graphs is theirs together: torch 2.13 can count by block.)
-    """
-    for block in vae.decoder.modules():
-        if isinstance(block, ResBlock):
-            block.compile(**{"dynamic": False, "isolate_recompiles": True} | options)

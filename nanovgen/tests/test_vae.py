@@ -93,18 +93,6 @@ def test_the_layout_is_kept():
         assert kept.is_contiguous(memory_format=torch.channels_last_3d)
 
 
-def test_compiled_blocks():
-    """Captured whole, and a second clip needs no graph more."""
-    model, z, graphs = made(NARROW), noise(NARROW), []
-    wanted = decoded(model, z)
-    vae.compile_blocks(model, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)
-    for _ in range(2):
-        assert error(decoded(model, z), wanted) < 1e-6
-        count = len(graphs)
-    blocks = 2 + 4 * 3
-    assert count == len(graphs) <= 3 * blocks
-
-
 class Live(TorchDispatchMode):
     """Bytes of all tensors made that are alive, the most."""
 
