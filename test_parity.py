@@ -3,10 +3,10 @@
     python -m pytest test_parity.py                                    # forks its own ranks, CPU, fp32
     torchrun --standalone --nproc-per-node 2 test_parity.py            # the configurations of 2 ranks, on GPUs where there are
 
-One rank holds the truth: a small Wan with weights of unit gain (so that attention matters), guided by two texts of unequal
-weight, in fp32. Each configuration must give it on every rank to 1e-5, at a token count that divides, one that divides
-nothing, and one below the rank count; where only data moves, to the bit. What was sent must be the formulas in the
-schemes' headers. The negative controls are the same comparisons with one thing broken; they must fail by 100x.
+One rank holds the truth: a small Wan, or Cosmos3 (both towers), with weights of unit gain (so that attention matters), guided
+by two texts of unequal length, in fp32. Each configuration must give it on every rank to 1e-5, at a token count that divides,
+one that divides nothing, and one below the rank count; where only data moves, to the bit. What was sent must be the formulas
+in the schemes' headers. The negative controls are the same comparisons with one thing broken; they must fail by 100x.
 
 On GPUs every kernel that runs is tried, and the limit is 1.1 times the error of one rank with that dtype and kernel on that
 GPU; in fp32 not below the CPU's 1e-5, by which two right orders of summing may differ. Errors are of a few draws together:
@@ -17,6 +17,7 @@ too, async Ulysses is held to sync Ulysses, while ranks are late by turns; and s
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -27,7 +28,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanovgen import attention, cfg, checkpoint, launch, mesh, plan, push, ring, tp, ulysses, vae_parallel
+from nanovgen import attention, cfg, checkpoint, cosmos, launch, mesh, plan, push, ring, tp, ulysses, vae_parallel
+from nanovgen.cosmos import Cosmos, CosmosConfig, TextTower
 from nanovgen.mesh import Cut, Mesh
 from nanovgen.recipe import ParallelConfig
 from nanovgen.vae import VAE, VAEConfig
@@ -35,6 +37,8 @@ from nanovgen.wan import Context, Wan, WanConfig
 
 TOLERANCE = 1e-5
 CONFIG = WanConfig(num_attention_heads=24, attention_head_dim=16, num_layers=2, ffn_dim=96, text_dim=32)
+COSMOS = CosmosConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+                      head_dim=16, vocab_size=50, mrope_section=(4, 2, 2))  # fmt: skip
 GRIDS = {"even": (3, 8, 12), "odd": (5, 6, 10), "few": (5, 2, 2)}  # latent f, y, x: 72, 75 and 5 tokens
 GUIDANCE = 3.0
 KERNELS = {"cpu": [(torch.float32, "cpu")],
@@ -65,6 +69,11 @@ ATTN2D = [f"attn2d{grid}{way}" for grid in ("1x2", "2x1", "2x2", "2x3", "3x2", "
 HYBRID = ["cfg2", "tp2", "tp4", "cfg2.ulysses2", "cfg2.ulysses2.ring2", "cfg2.ulysses2.attn2d2x2", "ulysses2.ring2+async",
           "ulysses2.attn2d2x1+async", "tp2.ulysses2", "tp2.ring2", "tp2.attn2d2x2", "cfg2.tp2.ulysses2"]  # fmt: skip
 RACK = ["cfg2.ulysses4.attn2d3x3", "cfg2.ulysses4.ring9"]
+# Cosmos3's, in the same ranks as Wan's. It has fewer key heads: fused Ulysses is refused, and 8 ranks share them in pairs.
+GROUPED = ["ulysses2", "ulysses2+async", "ulysses4", "ulysses4+async", "ulysses8", "ulysses8+async", "ring2", "ring3",
+           *(f"attn2d{grid}{way}" for grid in ("1x2", "2x1", "2x2", "3x3") for way in ("", "+overlapped", "+reduce_scatter")),
+           "tp2", "tp2.ulysses2", "cfg2", "cfg2.ulysses2", "cfg2.ulysses2.ring2", "cfg2.ulysses2.attn2d2x2", "tp2.attn2d2x2",
+           "cfg2.ulysses4.attn2d3x3"]  # fmt: skip
 # Only data moves in these: the same kernel sees the same keys in the same order. Elsewhere partial results are merged, or
 # partial sums added, in another order of rounding.
 EXACT = ["cfg2", *ULYSSES, "cfg2.ulysses2", *(f"attn2d{n}x1{way}" for n in (2, 4) for way in ("", "+reduce_scatter"))]
@@ -96,29 +105,81 @@ def why(name: str) -> str:
     return "fewer rows a rank: the matrix library may sum in another order"
 
 
-def inputs(grid: str, draw: int = 0) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Latents, time, and two texts whose real rows differ in number."""
-    generator = torch.Generator().manual_seed(7 + draw)
+def wan_texts(grid: str, generator: torch.Generator) -> list[Tensor]:
+    """Of 16 rows, real ones in front."""
     texts = [torch.randn(1, 16, CONFIG.text_dim, generator=generator) for _ in range(2)]
     texts[0][:, 9:], texts[1][:, 5:] = 0, 0
-    return torch.randn(1, 16, *GRIDS[grid], generator=generator), torch.tensor([637]), texts
+    return texts
 
 
-def guided(model: Wan, grid: str, parallel: ParallelConfig, m: Mesh, place: tuple, context=Wan.context, attend=None,
+def wan_context(models: list, text: Tensor, grid: str) -> Context:
+    return models[0].context(text, *FAMILIES["wan"].grids[grid])
+
+
+def wan_text_bytes(parallel: ParallelConfig, text: Tensor, itemsize: int) -> int:
+    """Tensor parallelism's norm of the text keys, once a prompt: one fp32 number a row and layer."""
+    return plan.reduced(text.shape[1], parallel.tp_size) * 4 * CONFIG.num_layers
+
+
+def cosmos_texts(grid: str, generator: torch.Generator) -> list[Tensor]:
+    """Ids. Of the few, one: a prefix of one key leaves all columns of Attention2D but the first without any."""
+    return [torch.randint(COSMOS.vocab_size, (1, n), generator=generator) for n in (9, 1 if grid == "few" else 5)]
+
+
+def cosmos_context(models: list, text: Tensor, grid: str) -> cosmos.Context:
+    """16 fps; at the odd count the first frame is given."""
+    return models[0].context(models[1](text), *FAMILIES["cosmos"].grids[grid], 16, int(grid == "odd"))
+
+
+def cosmos_text_bytes(parallel: ParallelConfig, text: Tensor, itemsize: int) -> int:
+    """The text tower's two all-reduces a layer under tensor parallelism; of its last layer only keys and values are made."""
+    return 2 * plan.reduced(text.shape[1] * COSMOS.hidden_size, parallel.tp_size) * itemsize * (COSMOS.num_hidden_layers - 1)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between the models."""
+
+    name: str
+    config: WanConfig | CosmosConfig
+    kinds: tuple[type, ...]  # the denoiser, and what it needs beside it; all of one folder
+    grids: dict[str, tuple[int, int, int]]  # latent f, y, x
+    channels: int
+    texts: Callable
+    context: Callable  # (models, text, grid) -> what the denoiser is handed
+    text_bytes: Callable
+
+
+FAMILIES = {
+    "wan": Family("wan", CONFIG, (Wan,), GRIDS, 16, wan_texts, wan_context, wan_text_bytes),
+    "cosmos": Family("cosmos", COSMOS, (Cosmos, TextTower), {"even": (3, 8, 12), "odd": (5, 9, 9), "few": (3, 1, 2)}, 48,
+                     cosmos_texts, cosmos_context, cosmos_text_bytes),  # 72, 125 and 3 tokens; odd rows and columns
+}  # fmt: skip
+
+
+def inputs(family: Family, grid: str, draw: int = 0) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Latents, time, and two texts of unequal length."""
+    generator = torch.Generator().manual_seed(7 + draw)
+    texts = family.texts(grid, generator)
+    return torch.randn(1, family.channels, *family.grids[grid], generator=generator), torch.tensor([637]), texts
+
+
+def guided(family: Family, models: list, grid: str, parallel: ParallelConfig, m: Mesh, place: tuple, context=None, attend=None,
            draw: int = 0) -> Tensor:  # fmt: skip
     """The guided velocity as generate.py makes it. `place` is device, dtype and kernel."""
-    x, time, texts = inputs(grid, draw)
+    x, time, texts = inputs(family, grid, draw)
     device, dtype, kernel = place
-    f, rows, columns = GRIDS[grid]
-    attend = attend or plan.bind(parallel, m, f * (rows // 2) * (columns // 2), kernel)
-    own = {i: context(model, texts[i].to(device, dtype), f, rows, columns) for i in cfg.mine(2, m.cfg)}
+    attend = attend or plan.bind(parallel, m, plan.work(family.config, family.grids[grid], 4).tokens, kernel)
+    texts = [text.to(device, dtype if text.is_floating_point() else None) for text in texts]
+    own = {i: (context or family.context)(models, texts[i], grid) for i in cfg.mine(2, m.cfg)}
     x, time = x.to(device, dtype), time.to(device)
-    return cfg.guide(cfg.run_streams(lambda i: model(x, time, own[i], attend, m.seq), 2, m.cfg), GUIDANCE)
+    return cfg.guide(cfg.run_streams(lambda i: models[0](x, time, own[i], attend, m.seq), 2, m.cfg), GUIDANCE)
 
 
-def velocities(model: Wan, parallel: ParallelConfig, m: Mesh, place: tuple, draws: int = 1) -> dict[str, Tensor]:
-    """Of every token count, on the CPU; the leading dim is the draw."""
-    return {grid: torch.stack([guided(model, grid, parallel, m, place, draw=i).cpu() for i in range(draws)]) for grid in GRIDS}
+def velocities(family: Family, models: list, place: tuple, draws: int = 1) -> dict[str, Tensor]:
+    """Of one rank, at every token count, on the CPU; the leading dim is the draw."""
+    return {grid: torch.stack([guided(family, models, grid, ParallelConfig(), Mesh(), place, draw=i).cpu() for i in range(draws)])
+            for grid in family.grids}  # fmt: skip
 
 
 def error(found: Tensor, truth: Tensor) -> float:
@@ -160,42 +221,57 @@ def worst(*values: float) -> list[float]:
 class Truth:
     """What one rank computes, and the weights as a file for the loader."""
 
-    def __init__(self, folder: Path, draws: int = 1):
-        self.model = make(Wan(CONFIG), 0)
-        save_file({self.model.hub_name(k): v.contiguous() for k, v in self.model.state_dict().items()}, folder / "m.safetensors")
+    def __init__(self, folder: Path, family: Family, draws: int = 1):
+        self.family, self.models = family, [make(kind(family.config), seed) for seed, kind in enumerate(family.kinds)]
+        weights = {model.hub_name(k): v.contiguous() for model in self.models for k, v in model.state_dict().items()}
+        save_file(weights, folder / "m.safetensors")
         self.component = checkpoint.open_component(folder)
-        self.alone = ParallelConfig()
         self.place = (torch.device("cpu"), torch.float32, attention.KERNELS["cpu"])
         with torch.inference_mode():
-            self.velocity = velocities(self.model, self.alone, Mesh(), self.place, draws)
+            self.velocity = velocities(family, self.models, self.place, draws)
+
+    def load(self, axis: mesh.Axis, device: torch.device, dtype: torch.dtype) -> list[torch.nn.Module]:
+        """Cut over tensor parallelism's axis, from the file."""
+        return [checkpoint.load(tp.split(checkpoint.build(kind, self.family.config), axis), self.component, device, dtype)
+                for kind in self.family.kinds]  # fmt: skip
 
 
-def measure(name: str, truth: Truth, place: tuple, alone: dict[str, Tensor]) -> list[Row]:
-    """Inside a rank: this configuration at every token count, against the truth; its bits against `alone`, one rank's there."""
+def measure(name: str, truths: list[Truth], place: tuple, alone: list[dict[str, Tensor]]) -> list[Row]:
+    """Inside a rank: this configuration of each model at every token count, against the truth; its bits against `alone`, one
+    rank's there.
+
+    The formula is of a rank with a full chunk: tensor parallelism sums no padding, so one with a short chunk sends less.
+    """
     parallel, (device, dtype, _), rows = parse(name), place, []
     with torch.inference_mode():
         m = mesh.open_mesh(device, plan.degrees(parallel))
-        model = checkpoint.load(tp.split(checkpoint.build(Wan, CONFIG), m.tp), truth.component, device, dtype)
-        for grid, wanted in truth.velocity.items():
-            m.sent.clear()
-            out = torch.stack([guided(model, grid, parallel, m, place, draw=i).cpu() for i in range(len(wanted))])
-            work = plan.work(CONFIG, GRIDS[grid], dtype.itemsize)
-            formula = sum(plan.bytes_sent(parallel, work, 2).values()) + text_bytes(parallel, dtype)
-            sent = sum(m.bytes_sent().values()) / len(wanted)
-            far, differs, sent = worst(error(out, wanted), float(not torch.equal(out, alone[grid])), sent)
-            rows.append(Row(f"{name} {grid}", parallel.world, far, not differs, sent, formula))
+        for truth, near in zip(truths, alone, strict=True):
+            family, models = truth.family, truth.load(m.tp, device, dtype)
+            for grid, wanted in truth.velocity.items():
+                m.sent.clear()
+                out = torch.stack([guided(family, models, grid, parallel, m, place, draw=i).cpu() for i in range(len(wanted))])
+                sent, formula = sum(m.bytes_sent().values()) / len(wanted), bytes_sent(family, grid, parallel, m, dtype.itemsize)
+                assert sent <= formula and (sent == formula or parallel.tp_size > 1), (name, grid, sent, formula)
+                far, differs, sent, formula = worst(error(out, wanted), float(not torch.equal(out, near[grid])), sent, formula)
+                rows.append(Row(f"{name} {family.name} {grid}", parallel.world, far, not differs, sent, formula))
     return rows
 
 
-def text_bytes(parallel: ParallelConfig, dtype: torch.dtype) -> int:
-    """Tensor parallelism's norm of the text keys, once a prompt: one fp32 number a row, layer and text."""
-    return plan.reduced(16, parallel.tp_size) * 4 * CONFIG.num_layers * (2 // parallel.cfg_size)
+def bytes_sent(family: Family, grid: str, parallel: ParallelConfig, m: Mesh, itemsize: int) -> int:
+    """A step's, and what the texts of this rank's CFG half take once."""
+    texts = [inputs(family, grid)[2][i] for i in cfg.mine(2, m.cfg)]
+    step = plan.bytes_sent(parallel, plan.work(family.config, family.grids[grid], itemsize), 2)
+    return sum(step.values()) + sum(family.text_bytes(parallel, text, itemsize) for text in texts)
+
+
+def families(name: str) -> list[str]:
+    return ["wan", "cosmos"] if name in GROUPED else ["wan"]
 
 
 @pytest.fixture(scope="session")
 def truth(tmp_path_factory):
     torch.set_num_threads(1)  # a forked child of a process whose thread pool has started must not use it
-    return Truth(tmp_path_factory.mktemp("parity"))
+    return {name: Truth(tmp_path_factory.mktemp(name), family) for name, family in FAMILIES.items()}
 
 
 @pytest.fixture(scope="session")
@@ -223,7 +299,9 @@ def forked(ranks: int, work) -> object:
 
 @pytest.mark.parametrize("name", [*ULYSSES, *RING, *ATTN2D, *HYBRID, *RACK])
 def test_matches_one_rank(name, truth, table):
-    rows = forked(parse(name).world, partial(measure, name, truth, truth.place, truth.velocity))
+    truths = [truth[family] for family in families(name)]
+    rows = forked(parse(name).world, partial(measure, name, truths, truths[0].place, [t.velocity for t in truths]))
+    assert len(rows) == 3 * len(truths)
     table += rows
     for row in rows:
         assert row.right, row
@@ -233,6 +311,7 @@ def test_matches_one_rank(name, truth, table):
 # The VAE, by strips
 
 VAE_CONFIG = VAEConfig(base_dim=8, decoder_base_dim=8, dim_mult=(1, 1, 2, 2), num_res_blocks=1)
+VAES = {"2.1": VAE_CONFIG, "2.2": replace(VAE_CONFIG, is_residual=True, patch_size=2)}
 LATENT = (3, 9, 11)  # frames, rows, columns: nothing divides
 VAE_DEGREES = [(p, dim) for p in (2, 3, 4, 5, 8) for dim in ("width", "height")]
 
@@ -240,7 +319,8 @@ VAE_DEGREES = [(p, dim) for p in (2, 3, 4, 5, 8) for dim in ("width", "height")]
 def vae_inputs(vae: VAE) -> tuple[Tensor, Tensor]:
     """Latents, and a video in -1..1, where the VAE is."""
     generator, (f, y, x), device = torch.Generator().manual_seed(3), LATENT, next(vae.parameters()).device
-    z, video = torch.randn(1, 16, f, y, x, generator=generator), torch.rand(1, 3, 4 * f - 3, 8 * y, 8 * x, generator=generator)
+    z, scale = torch.randn(1, vae.config.z_dim, f, y, x, generator=generator), vae.config.scale
+    video = torch.rand(1, 3, 4 * f - 3, scale * y, scale * x, generator=generator)
     return z.to(device), (2 * video - 1).to(device)
 
 
@@ -258,30 +338,32 @@ def vae_bytes(vae: VAE, axis: mesh.Axis, dim: int) -> int:
     return 4 * sum(vae_parallel.elements_sent(n, axis, size, r.numel() // size) for n, r in zip(ledgers, results, strict=True))
 
 
-def measure_vae(split: str, degree: int, vae: VAE, wanted: tuple, alone: tuple) -> list[Row]:
+def measure_vae(split: str, degree: int, kind: str, vae: VAE, wanted: tuple, alone: tuple) -> list[Row]:
     """Inside a rank: strips against `wanted`, their bits against `alone`, one rank's on the same device."""
     m = mesh.open_mesh(next(vae.parameters()).device, {"ulysses": degree}, vae=degree)
     with torch.inference_mode():
         found = coded(vae, m.vae, vae_parallel.DIMS[split])
-        sent, formula = m.bytes_sent()["vae"], vae_bytes(vae, m.vae, vae_parallel.DIMS[split])
+        counts = mesh.gather_objects((m.bytes_sent()["vae"], vae_bytes(vae, m.vae, vae_parallel.DIMS[split])))
+    sent, formula = max(counts, key=lambda n: abs(n[0] - n[1]))  # of the rank where they differ most
     rows = []
     for what, a, b, c in zip(("decode", "encode"), found, wanted, alone, strict=True):
         far, differs = worst(error(a.cpu(), b), float(not torch.equal(a, c)))
-        rows.append(Row(f"vae{degree} {split} {what}", degree, far, not differs, sent, formula))
+        rows.append(Row(f"vae{degree} {kind} {split} {what}", degree, far, not differs, sent, formula))
     return rows
 
 
-@pytest.fixture(scope="session")
-def vae_truth():
+@pytest.fixture(scope="session", params=VAES)
+def vae_truth(request):
+    """A VAE's name, itself, and what one rank computes."""
     torch.set_num_threads(1)
-    vae = make(VAE(VAE_CONFIG), 1)
+    vae = make(VAE(VAES[request.param]), 1)
     with torch.inference_mode():
-        return vae, coded(vae, mesh.Axis("vae"), 4)
+        return request.param, vae, coded(vae, mesh.Axis("vae"), 4)
 
 
 @pytest.mark.parametrize(("degree", "split"), VAE_DEGREES)
 def test_vae_matches_one_rank(degree, split, vae_truth, table):
-    rows = forked(degree, partial(measure_vae, split, degree, *vae_truth, vae_truth[1]))
+    rows = forked(degree, partial(measure_vae, split, degree, *vae_truth, vae_truth[-1]))
     table += rows
     assert all(row.right for row in rows), rows
 
@@ -330,47 +412,82 @@ def swapped_order(parallel: ParallelConfig, m: Mesh, cut: Cut, kernel) -> object
     return attend
 
 
-def local_positions(model: Wan, text: Tensor, f: int, rows: int, columns: int) -> Context:
+def local_positions(models: list, text: Tensor, grid: str) -> Context:
     """Every rank counts its tokens from 0."""
-    context = Wan.context(model, text, f, rows, columns)
+    context = wan_context(models, text, grid)
     half = -(-context.rope.shape[1] // 2)
     return context._replace(rope=torch.cat([context.rope[:, :half]] * 2, dim=1)[:, : context.rope.shape[1]])
 
 
-def swapped_texts(model: Wan, text: Tensor, f: int, rows: int, columns: int) -> Context:
+def swapped_texts(family: str, models: list, text: Tensor, grid: str) -> Context:
     """Each half is given the other's text."""
-    texts = inputs("odd")[2]
-    other = texts[1] if torch.equal(text, texts[0]) else texts[0]
-    return Wan.context(model, other, f, rows, columns)
+    texts = inputs(FAMILIES[family], grid)[2]
+    return FAMILIES[family].context(models, texts[1] if torch.equal(text, texts[0]) else texts[0], grid)
 
 
-BROKEN = {
-    "a dropped partial": ("ring3", drop_partial, Wan.context),
-    "a partial counted twice": ("ring3", partial(drop_partial, times=2), Wan.context),
-    "pad keys attended": ("ulysses4", keep_padding, Wan.context),
-    "LSE in base 2": ("ring2", base_two, Wan.context),
-    "swapped chunk order": ("ulysses2", swapped_order, Wan.context),
-    "local RoPE positions": ("ulysses2", None, local_positions),
-    "cond and uncond swapped": ("cfg2", None, swapped_texts),
+def other_prefix(change: Callable) -> Callable:
+    """A scheme that is handed another prefix: change(prefix, mesh)."""
+
+    def breaks(parallel: ParallelConfig, m: Mesh, cut: Cut, kernel) -> object:
+        right = plan.bind(parallel, m, cut.tokens, kernel)
+        return lambda q, k, v, prefix: right(q, k, v, change(prefix, m))
+
+    return breaks
+
+
+# Sharing this out over the row's columns gives each column the whole text.
+prefix_per_column = other_prefix(lambda kv, m: tuple(torch.cat([x] * m.q_axis.size, dim=1) for x in kv))
+no_prefix = other_prefix(lambda kv, m: None)
+zero_filler = other_prefix(lambda kv, m: tuple(mesh.pad(x, 1, 9) for x in kv))  # to the longer text's length
+
+
+def clip_without_text(models: list, text: Tensor, grid: str) -> cosmos.Context:
+    """The clip's positions do not count the text."""
+    context, (f, y, x) = cosmos_context(models, text, grid), FAMILIES["cosmos"].grids[grid]
+    return context._replace(rope=cosmos.rope_table(cosmos.clip_positions(f, -(-y // 2), -(-x // 2), 0, 16, COSMOS), COSMOS))
+
+
+def text_from_one(models: list, text: Tensor, grid: str) -> cosmos.Context:
+    """The text's positions begin at 1."""
+    context = cosmos_context(models, text, grid)
+    turn = cosmos.rope_table(torch.ones(3, text.shape[1]), COSMOS)
+    return context._replace(prefix=[(cosmos.rotate(k, turn), v) for k, v in context.prefix])
+
+
+BROKEN = {  # family, configuration, how the scheme breaks, how the context does
+    "a dropped partial": ("wan", "ring3", drop_partial, None),
+    "a partial counted twice": ("wan", "ring3", partial(drop_partial, times=2), None),
+    "pad keys attended": ("wan", "ulysses4", keep_padding, None),
+    "LSE in base 2": ("wan", "ring2", base_two, None),
+    "swapped chunk order": ("wan", "ulysses2", swapped_order, None),
+    "local RoPE positions": ("wan", "ulysses2", None, local_positions),
+    "cond and uncond swapped": ("wan", "cfg2", None, partial(swapped_texts, "wan")),
+    "prefix counted once a column": ("cosmos", "attn2d2x2", prefix_per_column, None),
+    "prefix dropped": ("cosmos", "ring2", no_prefix, None),
+    "zero keys fill the shorter prefix": ("cosmos", "ulysses2", zero_filler, None),
+    "clip's positions without the text": ("cosmos", "ulysses2", None, clip_without_text),
+    "text's positions from 1": ("cosmos", "attn2d2x1", None, text_from_one),
+    "LSE in base 2, with a prefix": ("cosmos", "attn2d1x2", base_two, None),
+    "cond and uncond prefixes swapped": ("cosmos", "cfg2.ulysses2", None, partial(swapped_texts, "cosmos")),
 }
 
 
 def measure_broken(name: str, truth: Truth) -> float:
-    config, breaks, context = BROKEN[name]
+    _, config, breaks, context = BROKEN[name]
     parallel, (device, _, kernel) = parse(config), truth.place
     m = mesh.open_mesh(device, plan.degrees(parallel))
-    f, y, x = GRIDS["odd"]
-    cut = Cut(f * y * x // 4, m.seq.size, m.seq.rank)
+    cut = Cut(plan.work(truth.family.config, truth.family.grids["odd"], 4).tokens, m.seq.size, m.seq.rank)
     attend = breaks and breaks(parallel, m, cut, kernel)
     with torch.inference_mode():
-        out = guided(truth.model, "odd", parallel, m, truth.place, context, attend)
-    return worst(error(out, truth.velocity["odd"]))[0]
+        out = guided(truth.family, truth.models, "odd", parallel, m, truth.place, context, attend)
+    return worst(error(out, truth.velocity["odd"][0]))[0]
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_is_seen(name, truth, table):
-    found = forked(parse(BROKEN[name][0]).world, partial(measure_broken, name, truth))
-    table.append(f"broken: {name:<34} {parse(BROKEN[name][0]).world:>5} {found:>10.2e}")
+    family, config, *_ = BROKEN[name]
+    found = forked(parse(config).world, partial(measure_broken, name, truth[family]))
+    table.append(f"broken: {name:<34} {parse(config).world:>5} {found:>10.2e}")
     assert found >= 100 * TOLERANCE
 
 
@@ -392,14 +509,15 @@ def measure_broken_vae(stream: type, vae: VAE, wanted: tuple) -> float:
     z = vae_parallel.cut_strip(vae_inputs(vae)[0], m.vae, 4)
     with torch.inference_mode():
         strip = torch.cat(list(vae.decode(z, 1, stream(m.vae, 4, LATENT[2]))), dim=2)
-    return worst(error(strip, vae_parallel.cut_strip(wanted[0], m.vae, 4, scale=8)))[0]
+    return worst(error(strip, vae_parallel.cut_strip(wanted[0], m.vae, 4, vae.config.scale)))[0]
 
 
 @pytest.mark.parametrize(("name", "stream"), [("halo zeroed", NoHalo), ("stale causal cache", StaleCache)])
 def test_broken_vae_is_seen(name, stream, vae_truth, table):
-    assert forked(2, partial(measure_broken_vae, vae_parallel.StripStream, *vae_truth)) <= TOLERANCE
-    found = forked(2, partial(measure_broken_vae, stream, *vae_truth))
-    table.append(f"broken: {name:<34} {2:>5} {found:>10.2e}")
+    kind, *rest = vae_truth
+    assert forked(2, partial(measure_broken_vae, vae_parallel.StripStream, *rest)) <= TOLERANCE
+    found = forked(2, partial(measure_broken_vae, stream, *rest))
+    table.append(f"broken: {f'{name}, VAE {kind}':<34} {2:>5} {found:>10.2e}")
     assert found >= 100 * TOLERANCE
 
 
@@ -471,28 +589,35 @@ def try_races(world: int, device: torch.device) -> bool:
     return right
 
 
-def compare(world: int, device: torch.device, folder: Path) -> list[Row]:
-    """Every configuration of this world with every kernel of the device, then the VAE."""
-    truth, rows = Truth(folder, DRAWS if device.type == "cuda" else 1), []
+def compare(world: int, device: torch.device, folder: Path) -> Iterator[Row]:
+    """Every configuration of this world with every kernel of the device, then the VAEs."""
+    draws = DRAWS if device.type == "cuda" else 1
+    for name in FAMILIES:
+        (folder / name).mkdir()
+    truths = {name: Truth(folder / name, family, draws) for name, family in FAMILIES.items()}
     for dtype, kernel in KERNELS[device.type]:
         place = (device, dtype, attention.KERNELS[kernel])
         with torch.inference_mode():
-            model = checkpoint.load(checkpoint.build(Wan, CONFIG), truth.component, device, dtype)
-            alone = velocities(model, truth.alone, Mesh(), place, len(truth.velocity["even"]))
+            alone = {n: velocities(t.family, t.load(mesh.Axis("tp"), device, dtype), place, draws) for n, t in truths.items()}
         for name in [n for n in [*ULYSSES, *RING, *ATTN2D, *HYBRID, *RACK] if parse(n).world == world]:
-            for row, grid in zip(measure(name, truth, place, alone), GRIDS, strict=True):
-                limit = 1.1 * error(alone[grid], truth.velocity[grid]) if device.type == "cuda" else 0
+            chosen = families(name)
+            for row in measure(name, [truths[n] for n in chosen], place, [alone[n] for n in chosen]):
+                _, family, grid = row.name.split()
+                limit = 1.1 * error(alone[family][grid], truths[family].velocity[grid]) if device.type == "cuda" else 0
                 floor = TOLERANCE if dtype == torch.float32 else 0
-                rows.append(replace(row, place=f"{str(dtype).removeprefix('torch.')} {kernel}", limit=max(floor, limit)))
-    vae = make(VAE(VAE_CONFIG), 1)
+                yield replace(row, place=f"{str(dtype).removeprefix('torch.')} {kernel}", limit=max(floor, limit))
+    for kind, config in VAES.items():
+        yield from compare_vae(world, device, kind, make(VAE(config), 1))
+
+
+def compare_vae(world: int, device: torch.device, kind: str, vae: VAE) -> Iterator[Row]:
     with torch.inference_mode():
         wanted = coded(vae, mesh.Axis("vae"), 4)
         alone = coded(vae.to(device), mesh.Axis("vae"), 4)
     limits = [max(TOLERANCE, 1.1 * error(a.cpu(), b)) for a, b in zip(alone, wanted, strict=True)]
     for degree, split in [n for n in VAE_DEGREES if n[0] == world]:
-        for row, limit in zip(measure_vae(split, degree, vae, wanted, alone), limits, strict=True):
-            rows.append(replace(row, place=f"float32 {device.type}", limit=limit))
-    return rows
+        for row, limit in zip(measure_vae(split, degree, kind, vae, wanted, alone), limits, strict=True):
+            yield replace(row, place=f"float32 {device.type}", limit=limit)
 
 
 def main() -> int:
@@ -500,11 +625,14 @@ def main() -> int:
     world = int(os.environ["WORLD_SIZE"])
     device = mesh.open_world(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     torch.backends.cudnn.allow_tf32 = False  # else the VAE's convolutions round their fp32 inputs to 10 bits
+    rows, say = [], print if os.environ["RANK"] == "0" else lambda *_, **__: None
+    say(HEADER)
     with tempfile.TemporaryDirectory() as folder:
-        rows = compare(world, device, Path(folder))
-    wrong = [row for row in rows if not row.right]
-    if os.environ["RANK"] == "0":
-        print(HEADER, *rows, f"{len(rows)} rows, {len(wrong)} wrong", *wrong, sep="\n", flush=True)
+        for row in compare(world, device, Path(folder)):
+            rows.append(row)
+            say(row, "" if row.right else "WRONG", flush=True)
+    wrong = sum(not row.right for row in rows)
+    say(f"{len(rows)} rows, {wrong} wrong", flush=True)
     right = (device.type == "cpu" or world == 1 or try_races(world, device)) and not wrong
     mesh.close_world()
     return int(not right)

@@ -9,7 +9,6 @@ the model was also trained on such descriptions, and they carry the sentences' f
 """
 
 import json
-import math
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -17,17 +16,6 @@ from tokenizers import Tokenizer
 from nanovgen.recipe import read_json
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>")
-
-# The model authors' own, by the names of a Preset. The shift is for even sigmas, Karras off.
-VIDEO = dict(size="1280x720", frames=189, fps=24, steps=35, guidance=6.0, shift=10.0)
-IMAGE = dict(size="1280x720", frames=1, steps=50, guidance=4.0, shift=3.0)
-SHIFTS = {1280 * 720: 10.0, 832 * 480: 5.0, 320 * 192: 3.0}  # by the pixels of a frame
-
-
-def shift_for(width: int, height: int, frames: int) -> float:
-    """The authors' shift: 3 for an image; for a video that of their 720p, 480p and 256p sizes, the nearest in pixel count."""
-    nearest = min(SHIFTS, key=lambda pixels: abs(math.log(width * height / pixels)))
-    return IMAGE["shift"] if frames == 1 else SHIFTS[nearest]
 
 
 def json_prompt(prompt: str) -> str | None:

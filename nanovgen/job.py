@@ -62,6 +62,10 @@ class Job:
         return plain if self.preset.family == "wan" else [dressed(self.request, text, i > 0) for i, text in enumerate(plain)]
 
     @property
+    def vae_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.request.vae_dtype == "bfloat16" else torch.float32
+
+    @property
     def work(self) -> plan.Work:
         return plan.work(self.models["transformer" if "transformer" in self.models else "transformer_2"].config,
                          self.latent_shape, self.dtype.itemsize)  # fmt: skip
@@ -83,7 +87,8 @@ class Job:
 
 def dressed(request: Request, text: str, negative: bool) -> str:
     """Cosmos3's chat around a prompt, by --dressing."""
-    sentences = {"full": True, "chat": False, "bare": False}.get(request.dressing)
+    plain = dress.json_prompt(request.prompt) is None  # the prompt decides for the negative prompt too
+    sentences = {"full": True, "chat": False, "bare": False}.get(request.dressing, plain)
     said = dress.dress(text, request.frames, request.fps, parse_size(request.size), sentences, negative)
     return dress.chat(said, request.frames, system=request.dressing != "bare")
 
@@ -274,6 +279,8 @@ def place(request: Request, recipe: Recipe, forked: bool) -> tuple[torch.device,
     dtypes["auto"] = dtypes["bfloat16" if kind == "cuda" else "float32"]
     if request.dtype not in dtypes:
         raise ValueError(f"dtype {request.dtype!r} is not one of {', '.join(dtypes)}")
+    if request.vae_dtype not in dtypes:
+        raise ValueError(f"vae-dtype {request.vae_dtype!r} is not one of {', '.join(dtypes)}")
     device, dtype = torch.device(kind), dtypes[request.dtype]
     kernel, default = recipe.attention_config.backend.lower(), attention.default_kernel(device, dtype)
     if kernel == "auto":

@@ -92,15 +92,15 @@ def check(parallel: ParallelConfig, world: int, work: Work) -> None:
 
 def check_heads(heads: int, kv_heads: int, parallel: ParallelConfig) -> None:
     """Refuse with the nearest recipe that works: the rest of the ulysses degree goes to the ring, or to attn2d's rows."""
-    local, degree = {"heads": heads // parallel.tp_size, "key heads": kv_heads // parallel.tp_size}, parallel.ulysses_size
-    short = [what for what, count in local.items() if count % degree]
-    if not short:
+    local, degree = (heads // parallel.tp_size, kv_heads // parallel.tp_size), parallel.ulysses_size
+    if ulysses.fits(*local, degree):
         return
-    fits = max(d for d in range(1, degree) if degree % d == 0 and not any(count % d for count in local.values()))
-    with_tp = f" of {heads if short[0] == 'heads' else kv_heads} over tp {parallel.tp_size}" if parallel.tp_size > 1 else ""
-    (rows, columns), rest = parallel.attn2d_size, degree // fits
+    most = max(d for d in range(1, degree) if degree % d == 0 and ulysses.fits(*local, d))
+    short, count, whole = ("heads", local[0], heads) if local[0] % degree else ("key heads", local[1], kv_heads)
+    with_tp = f" of {whole} over tp {parallel.tp_size}" if parallel.tp_size > 1 else ""
+    (rows, columns), rest = parallel.attn2d_size, degree // most
     way = f"ring {rest * parallel.ring_size}" if rows * columns == 1 else f"attn2d [{rest * rows}, {columns}]"
-    raise ValueError(f"{local[short[0]]} {short[0]}{with_tp} do not split over ulysses {degree}; use ulysses {fits} and {way}")
+    raise ValueError(f"{count} {short}{with_tp} do not split over ulysses {degree}; use ulysses {most} and {way}")
 
 
 def check_vae(parallel: ParallelConfig, world: int, latent: tuple[int, int, int]) -> None:
@@ -150,7 +150,7 @@ def bytes_sent(parallel: ParallelConfig, work: Work, streams: int) -> dict[str, 
     p, d = parallel, degrees(parallel)
     ranks = p.world // (p.cfg_size * p.tp_size)
     s, size = -(-work.tokens // ranks), work.itemsize
-    heads, kv_heads = s * work.heads // p.tp_size, s * work.kv_heads // p.tp_size
+    heads, kv_heads = s * work.heads // p.tp_size, s * max(work.kv_heads // p.tp_size, p.ulysses_size)  # each rank has one
     q, kv = heads * work.head_dim, kv_heads * work.head_dim
     n, m = p.attn2d_size
     wide, single = work.sums

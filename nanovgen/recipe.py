@@ -45,7 +45,8 @@ class Request:
     sheet: bool = _option(False, "also write a contact sheet, OUT.png")
     latents: str | None = _option(None, "resume: decode this file of saved latents, nothing else")
     device: str = _option("auto", "cuda, cpu, or auto")
-    dtype: str = _option("auto", "bfloat16, float32, or auto (bfloat16 on a GPU); the VAE is always float32")
+    dtype: str = _option("auto", "bfloat16, float32, or auto (bfloat16 on a GPU), of all but the VAE")
+    vae_dtype: str = _option("auto", "bfloat16, float32, or auto (float32): bfloat16 halves the decode's memory")
     chunk: int | None = _option(None, "latent frames decoded at a time; 0: all at once")
     free_text_tower: str = _option("auto", "Cosmos3: drop the text tower's weights once the prompts are read: yes, no, or auto "
                                    "(yes where the device cannot hold both towers)")  # fmt: skip
@@ -79,7 +80,8 @@ WAN21_14B = Preset("Wan-AI/Wan2.1-T2V-14B-Diffusers", text_dtype="F32", experts=
 COSMOS3_SUPER = Preset(
     "nvidia/Cosmos3-Super", family="cosmos", experts=1, boundary=None, frames=189, fps=24, steps=35, guidance=6.0,
     guidance_low=None, shift=10.0, latent=(48, 16),
-    vae=dict(base_dim=160, decoder_base_dim=256, z_dim=48, is_residual=True, patch_size=2),
+    vae=dict(base_dim=160, decoder_base_dim=256, z_dim=48, is_residual=True, patch_size=2, latents_mean=(0.0,) * 48,
+             latents_std=(1.0,) * 48),  # the file brings its own
 )  # fmt: skip
 TINY_COSMOS = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
                    head_dim=32, vocab_size=512, mrope_section=(6, 5, 5))  # fmt: skip
@@ -147,14 +149,17 @@ def resolve(request: Request, preset: Preset) -> Request:
     return filled
 
 
+SHIFTS = {1280 * 720: 10.0, 832 * 480: 5.0, 320 * 192: 3.0}  # Cosmos3's, by the pixels of a frame
+
+
 def at_size(request: Request, preset: Preset) -> Preset:
-    """Cosmos3's shift falls with the picture (720p 10, 480p 5, 256p 3), and one frame has its own steps and guidance."""
+    """Cosmos3's shift is that of its authors' size nearest in pixels; one frame has its own shift, steps and guidance."""
     if preset.repo not in (PRESETS["cosmos3-super"].repo, PRESETS["cosmos3-nano"].repo):
         return preset
     if request.frames == 1:
         return replace(preset, shift=3.0, steps=50, guidance=4.0)
-    rows = min(parse_size(request.size or preset.size))
-    return replace(preset, shift=10.0 if rows > 480 else 5.0 if rows > 256 else 3.0)
+    width, height = parse_size(request.size or preset.size)
+    return replace(preset, shift=SHIFTS[min(SHIFTS, key=lambda pixels: abs(math.log(width * height / pixels)))])
 
 
 def negative_text(request: Request) -> str:

@@ -1,7 +1,5 @@
 """What a run says before it starts: the model, the video, the steps, the ranks, what they send, what it all needs."""
 
-import torch
-
 from nanovgen import plan, push, scheduler
 from nanovgen.checkpoint import final_dtype
 from nanovgen.job import Job, stored_schedule, warm_jobs
@@ -21,7 +19,7 @@ def describe(job: Job) -> dict[str, str]:
         "video": f"{r.size}, {r.frames} frames at {r.fps} fps, {r.frames / r.fps:.2f} s, seed {r.seed}",
         **({"latents": r.latents} if r.latents else describe_denoising(job)),
         "ranks": describe_ranks(job),
-        "runs on": f"{job.device.type}, {job.dtype} (VAE float32), attention kernel {job.kernel}{job.stand_in}",
+        "runs on": f"{job.device.type}, {job.dtype} (VAE {str(job.vae_dtype)[6:]}), attention kernel {job.kernel}{job.stand_in}",
         "needs": f"about {predicted_peak(job) / 1e9:.2f} GB on a device; {stored / 1e9:.2f} GB of weight files",
         "output": str(job.out),
     }
@@ -91,7 +89,7 @@ def describe_sends(job: Job) -> str:
 
 
 def weight_bytes(job: Job, part: str) -> int:
-    dtype = torch.float32 if part == "vae" else job.dtype
+    dtype = job.vae_dtype if part == "vae" else job.dtype
     model = job.models[part]
     return sum(p.numel() * final_dtype(model, name, dtype).itemsize for name, p in model.state_dict().items())
 
@@ -114,7 +112,6 @@ def predicted_peak(job: Job) -> int:
         denoise += tokens * ((2 * w.width + 2 * wide + 2 * w.kv_heads * w.head_dim) * w.itemsize + 2 * 4 * w.width)
         if job.request.free_text_tower == "no":
             denoise += size["text_tower"]
-    vae, frames = job.models["vae"].config, min(f, job.request.chunk or f) * 4
-    pixels = frames * (vae.scale // vae.patch) ** 2 * y * x
-    decode = size["vae"] + 4 * pixels * (vae.decoder_base_dim or vae.base_dim) * 4 // parallel.parallel_vae_size
+    strip = (y, -(-x // parallel.parallel_vae_size))  # rows and columns give as much
+    decode = size["vae"] + job.models["vae"].decode_bytes(f, *strip, job.request.chunk or f, job.vae_dtype.itemsize)
     return max(size.get("text_encoder", size.get("text_tower", 0)), denoise, decode)

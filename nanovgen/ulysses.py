@@ -11,7 +11,8 @@ Sends    4 (p-1)/p * b*S*C/p elements a rank and layer (q, k, v out, o back); sh
          (GQA, g = Hkv/H) 2 (1+g) in place of 4. Extra memory: one q, k, v, o of the same size.
          Wins inside one fast domain, up to the head count: each rank's bytes fall with p, a ring's do not.
 Source   DeepSpeed-Ulysses, arXiv:2309.14509.
-Refuses  H % p != 0 or Hkv % p != 0 (a head is not split); fused with GQA (q, k, v must stack).
+         Beyond Hkv ranks a key head goes to p/Hkv of them: the formula then has Hkv = p.
+Refuses  H % p != 0 (a head is not split); Hkv and p of which neither divides the other; fused with GQA (q, k, v must stack).
 
 Three ways, equal to the bit. `ulysses`: one exchange each for q, k, v. `ulysses_fused`: one exchange of the three stacked.
 `ulysses_async`: v, then q, then k, each under way while the next one is computed: pushed into the peers' memory by the copy
@@ -36,12 +37,17 @@ Inner = Callable[[Tensor, Tensor, Tensor, KV | None], Tensor]
 
 def check(heads: int, kv_heads: int, degree: int, fused: bool = False) -> None:
     """Raises ValueError for heads that cannot be spread."""
-    if heads % degree or kv_heads % degree:
+    if not fits(heads, kv_heads, degree):
         short, count = ("heads", heads) if heads % degree else ("key heads", kv_heads)
-        fits = max(d for d in range(1, degree) if heads % d == 0 and kv_heads % d == 0)
-        raise ValueError(f"{count} {short} do not split over ulysses {degree}; use {fits} and ring or attn2d for the rest")
+        most = max(d for d in range(1, degree) if fits(heads, kv_heads, d))
+        raise ValueError(f"{count} {short} do not split over ulysses {degree}; use {most} and ring or attn2d for the rest")
     if fused and heads != kv_heads:
         raise ValueError(f"fused ulysses stacks q, k, v, and {heads} heads are not {kv_heads}; use the unfused way")
+
+
+def fits(heads: int, kv_heads: int, degree: int) -> bool:
+    """Whether each rank gets whole heads: as many queries' as the next, and key heads of its own or one shared with others."""
+    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
 
 def ulysses(q: Projection, k: Projection, v: Projection, prefix: KV | None, axis: Axis, cut: Cut, inner: Inner) -> Tensor:
@@ -64,12 +70,17 @@ def ulysses_async(q: Projection, k: Projection, v: Projection, prefix: KV | None
 
 
 def own_heads(prefix: KV | None, axis: Axis) -> KV | None:
-    return prefix and tuple(shard(x, axis, dim=2) for x in prefix)  # b L G d -> b L g d
+    return prefix and tuple(shard(spread(x, axis.size), axis, dim=2) for x in prefix)  # b L G d -> b L g d
+
+
+def spread(x: Tensor, ranks: int) -> Tensor:
+    """At least one head (dim 2) a rank: fewer key heads are repeated, each for the consecutive ranks whose queries read it."""
+    return x if x.shape[2] % ranks == 0 else x.repeat_interleave(ranks // x.shape[2], dim=2)
 
 
 def start_to_heads(x: Tensor, axis: Axis, cut: Cut, pushed: bool = False) -> Pending | Push:
-    check(x.shape[2], x.shape[2], axis.size)
-    return start_all_to_all(rearrange(pad(x, 1, cut.chunk), "b s (p h) d -> p b s h d", p=axis.size), axis, pushed)  # H -> h
+    x = pad(spread(x, axis.size), 1, cut.chunk)
+    return start_all_to_all(rearrange(x, "b s (p h) d -> p b s h d", p=axis.size), axis, pushed)  # H -> h
 
 
 def to_heads(sent: Pending | Push, axis: Axis, cut: Cut) -> Tensor:

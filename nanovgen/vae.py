@@ -55,6 +55,9 @@ class VAEConfig:
         if ours.is_residual != (ours.patch == 2):
             raise ValueError(f"vae config has is_residual={ours.is_residual} with patch_size={ours.patch_size}; this model "
                              "knows false with null (Wan 2.1) and true with 2 (Wan 2.2)")  # fmt: skip
+        if not ours.z_dim == len(ours.latents_mean) == len(ours.latents_std):
+            raise ValueError(f"vae config has z_dim={ours.z_dim} with {len(ours.latents_mean)} latents_mean and "
+                             f"{len(ours.latents_std)} latents_std; each latent channel needs one of both")  # fmt: skip
         return ours
 
     @property
@@ -76,7 +79,7 @@ class Stream:
     def swap(self, layer: nn.Module, x: Tensor, keep: int) -> Tensor | None:
         """The frames that `layer` kept from its last chunk (None on its first); keeps the last `keep` of x."""
         past = self.cache.get(layer)
-        self.cache[layer] = x[:, :, -keep:]
+        self.cache[layer] = x[:, :, x.shape[2] - keep :].clone()  # a view would keep the whole chunk in memory
         return past
 
     def border(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -99,9 +102,7 @@ class CausalConv3d(nn.Conv3d):
         x, zeros = stream.border(x) if self.kernel_size[1] == 3 else (x, (0, 0))
         if reach := self.kernel_size[0] - 1:
             past = stream.cache.get(self)
-            if past is None:
-                past = x.new_zeros(*x.shape[:2], reach, *x.shape[3:])
-            x = torch.cat([past, x], dim=2)
+            x = F.pad(x, (0, 0, 0, 0, reach, 0)) if past is None else torch.cat([past, x], dim=2)
             stream.swap(self, x, reach)
         return F.conv3d(x, self.weight, self.bias, self.stride, (0, *zeros))
 
@@ -115,7 +116,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gain = self.gamma.float() * x.shape[1] ** 0.5
-        return (F.normalize(x.float(), dim=1) * gain).to(x.dtype)
+        length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32).clamp_min(1e-12)
+        return (x / length * gain).to(x.dtype)
 
 
 class ResBlock(nn.Module):
@@ -197,9 +199,8 @@ class Upsample(nn.Module):
             if x.shape[2]:
                 x = rearrange(self.time_conv(x, stream), "b (two c) f y x -> b c (f two) y x", two=2)
             x = torch.cat([head, x], dim=2)
-        x = F.interpolate(rearrange(x, "b c f y x -> b (c f) y x"), scale_factor=2, mode="nearest-exact")
-        x = rearrange(x, "b (c f) y x -> b c f y x", c=self.conv.in_channels)
-        x, zeros = stream.border(x)
+        x = F.interpolate(rearrange(x, "b c f y x -> (b f) c y x"), scale_factor=2, mode="nearest-exact")
+        x, zeros = stream.border(rearrange(x, "(b f) c y x -> b c f y x", b=b))
         h = F.conv2d(rearrange(x, "b c f y x -> (b f) c y x"), self.conv.weight, self.conv.bias, padding=zeros)
         return rearrange(h, "(b f) c y x -> b c f y x", b=b)
 
@@ -317,6 +318,14 @@ class VAE(nn.Module):
         name = name.replace(".resample.", f".{down if side == 'encoder' else up}.")
         return (name.replace(".conv.", ".resample.1.") if resamples else name).replace(".mid.", ".mid_block.")
 
+    def channels_last(self) -> "VAE":
+        """Weights with their channels innermost in memory, as tensor cores read them; cuDNN's outputs follow."""
+        for conv in self.modules():
+            if isinstance(conv, (nn.Conv2d, nn.Conv3d)):
+                layout = torch.channels_last_3d if isinstance(conv, nn.Conv3d) else torch.channels_last
+                conv.weight = nn.Parameter(conv.weight.to(memory_format=layout), conv.weight.requires_grad)
+        return self
+
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         mean, std = like.new_tensor(self.config.latents_mean), like.new_tensor(self.config.latents_std)
         return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
@@ -333,8 +342,8 @@ class VAE(nn.Module):
 
     def encode(self, video: Tensor, chunk: int | None = 1, stream: Stream | None = None) -> Tensor:
         """Video in [-1, 1] -> normalised latents: the posterior's mode, as image conditioning wants it."""
-        mean, std = self._statistics(video)
-        return (self.moments(video, chunk, stream)[0] - mean) / std
+        mean, std = self._statistics(video.float())
+        return (self.moments(video.to(self.quant_conv.weight.dtype), chunk, stream)[0].float() - mean) / std
 
     def decode(self, latents: Tensor, chunk: int | None = 1, stream: Stream | None = None) -> Iterator[Tensor]:
         """Yield the video (b, 3, frames, rows, columns) in [-1, 1], `chunk` latent frames at a time (None: all at once).
@@ -346,6 +355,19 @@ class VAE(nn.Module):
         z = self.post_quant_conv((latents.float() * std + mean).to(self.post_quant_conv.weight.dtype), stream)
         for part in z.split(chunk or z.shape[2], dim=2):
             yield self.unpatch(self.decoder(part, stream)).clamp(-1, 1)
+
+    def decode_bytes(self, f: int, y: int, x: int, chunk: int, itemsize: int) -> int:
+        """What a decode of latents (1, z, f, y, x) holds at its fullest, beside the weights; for a model on meta.
+
+        The caches are counted. In the last stage's blocks a chunk lies some 7 times (2.2, whose last stage is entered with
+        twice the channels: 10): what came into the stage, into the block and into the convolution, that with its past, what
+        comes out; or, in bf16, the norm's fp32. The test counts the same tensor by tensor.
+        """
+        stream, scale = Stream(), self.config.scale // self.config.patch
+        self.decoder(torch.empty(1, self.config.z_dim, min(f, 2), y, x, device="meta"), stream)  # the second frame doubles
+        kept, c = sum(past.numel() for past in stream.cache.values()), self.decoder.norm_out.gamma.numel()
+        held = c * min(4 * chunk, 4 * f - 3) * scale * y * scale * x
+        return itemsize * (kept + (10 if self.config.is_residual else 7) * held)
 
     def unpatch(self, x: Tensor) -> Tensor:
         """What the decoder gives, (b, 3 p p, f, y, x), to pixels (b, 3, f, p y, p x)."""

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_layout
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -49,6 +50,18 @@ def test_round_trip(tiny_folder, split_weights, part, shards):
     assert found.keys() == wanted.keys() and all(p.dtype == torch.float32 for p in found.values())
     assert all(torch.equal(p, wanted[name].float()) for name, p in found.items())
     assert not model.training and not any(p.requires_grad or p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("config", [tiny_layout.VAE_CONFIG, tiny_layout.COSMOS_VAE_CONFIG], ids=["2.1", "2.2"])
+def test_round_trip_of_both_vaes(tmp_path, config):
+    vae = VAE(config)
+    tiny_layout.save_vae(vae, tmp_path)
+    written, patch = json.loads((tmp_path / "vae" / "config.json").read_text()), config.patch_size or 1
+    assert written["in_channels"] == written["out_channels"] == 3 * patch**2 and written["patch_size"] == config.patch_size
+    assert written["scale_factor_spatial"] == 8 * patch == config.scale and written["is_residual"] == (patch == 2)
+    again = load(tmp_path, "vae")
+    assert again.config == config
+    assert all(torch.equal(p, vae.state_dict()[name].bfloat16().float()) for name, p in again.state_dict().items())
 
 
 def test_every_byte_is_reported(tiny_folder, split_weights):
@@ -171,6 +184,10 @@ def overlap(folder, split, edit):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + int.from_bytes(data[:8], "little") :])
 
 
+def change_vae(**changes):
+    return lambda folder, *_: edit_json(folder / "vae" / "config.json", lambda config: config.update(changes))
+
+
 FOLDERS = {
     "shard missing": (pop_shard, ["lacks 1 of 3 shards", "-00003-of-00003.safetensors", "download again"]),
     "shard short": (resize(-9), ["-00001-of-00002.safetensors", "bytes where its header says", "download it again"]),
@@ -191,6 +208,11 @@ FOLDERS = {
     "header garbage": (overwrite(f"transformer/{TRANSFORMER}", "\x05\0\0\0\0\0\0\0{{{{{"), [TRANSFORMER, "download it again"]),
     "header overlap": (overlap, [TRANSFORMER, "overlap"]),
     "empty file": (overwrite(f"transformer/{TRANSFORMER}", ""), [TRANSFORMER, "0 bytes", "download it again"]),
+    "vae channels": (change_vae(in_channels=12), ["in_channels=12", "3 only"]),
+    "vae patches": (change_vae(patch_size=2, in_channels=12, out_channels=12), ["is_residual=False with patch_size=2"]),
+    "vae statistics": (change_vae(latents_std=[1.0] * 48), ["z_dim=16", "16 latents_mean", "48 latents_std"]),
+    "other vae": (change_vae(is_residual=True, patch_size=2, in_channels=12, out_channels=12),
+                  ["tiny/vae", "76 missing: decoder.up_blocks.0.upsampler.", "74 unknown: decoder.up_blocks.0.upsamplers.0."]),
     "no config": (overwrite("vae/config.json", None), ["vae/config.json is missing"]),
     "bad config": (overwrite("vae/config.json", "{"), ["vae/config.json is not JSON"]),
     "list config": (overwrite("vae/config.json", "[]"), ["vae/config.json"]),

@@ -142,14 +142,17 @@ def test_dressing(say):
     prompts = {way: say("--dry-run", "--dressing", way).lines["prompt"] for way in ("auto", "full", "chat", "bare")}
     assert prompts["auto"] == prompts["full"] and "FPS" in prompts["full"]
     assert "system" in prompts["chat"] and "FPS" not in prompts["chat"] and "system" not in prompts["bare"]
-    described = say("--dry-run", prompt='{"scene":  "a cat"}').lines["prompt"]
+    said = say("--dry-run", prompt='{"scene":  "a cat"}').lines
+    described = said["prompt"]
+    assert "FPS" not in said["negative"] and "system" in said["negative"]  # the prompt decides for both
     assert '{"scene": "a cat"}<|im_end|>' in described and "FPS" not in described and "system" in described
 
 
 def test_the_folder_s_own_negative(say, cosmos_folder):
     (cosmos_folder / "assets").mkdir()
     (cosmos_folder / "assets/negative_prompt.json").write_text('{"style":\n "blurry"}')
-    assert '{"style": "blurry"}<|im_end|>' in say("--dry-run").lines["negative"]
+    assert '{"style": "blurry"}<|im_end|>' in say("--dry-run", prompt='{"scene": "a cat"}').lines["negative"]
+    assert '{"style": "blurry"}. The video is not' in say("--dry-run").lines["negative"]
     assert "no dogs. The video is not" in say("--dry-run", "--negative-prompt", "no dogs").lines["negative"]
 
 
@@ -222,6 +225,7 @@ RANKS = {  # ranks, degrees
     "cfg, ulysses, ring": (8, dict(cfg_size=2, ulysses_size=2, ring_size=2, async_ulysses=True)),
     "attn2d, VAE": (4, dict(attn2d_size=[2, 2], attn2d_merge="overlapped", parallel_vae_size=4)),
     "tp, VAE by height": (4, dict(tp_size=2, ulysses_size=2, parallel_vae_size=4, parallel_vae_split_dim="height")),
+    "more ranks than key heads": (8, dict(ulysses_size=8, async_ulysses=True, parallel_vae_size=5)),
     "reduce-scatter": (4, dict(cfg_size=2, attn2d_size=[1, 2], attn2d_merge="reduce_scatter")),
 }
 
@@ -237,11 +241,11 @@ def test_ranks(say, recipe, name, image):
     result = say(*more, "--ranks", ranks, "--recipe", recipe(**degrees))
     assert result.code == 0, result.err
     same(latents(), wanted, f"{name}, image {image}", 1e-5)
-    assert abs(iio.imread("v.mp4").astype(int) - video).mean() < 0.5  # a rare pixel rounds otherwise, and H.264 spreads it
+    assert abs(iio.imread("v.mp4").astype(int) - video).mean() < 2  # a rare pixel rounds otherwise, and H.264 spreads it
 
 
 @pytest.mark.parametrize(("degrees", "ranks", "words"), [
-    (dict(ulysses_size=8), 8, "4 key heads do not split over ulysses 8; use ulysses 4 and ring 2"),
+    (dict(ulysses_size=16), 16, "8 heads do not split over ulysses 16; use ulysses 8 and ring 2"),
     (dict(ulysses_size=2, fused_ulysses=True), 2, "fused ulysses stacks q, k, v"),
     (dict(tp_size=8), 8, "4 key heads do not split over tp 8; use 4"),
 ])  # fmt: skip

@@ -12,7 +12,8 @@ import torch
 import transformers
 from test_golden import TOLERANCE, error, walk
 
-from nanovgen.dress import IMAGE, VIDEO, ChatTokenizer, chat, dress, json_prompt, read_negative, shift_for
+from nanovgen.dress import ChatTokenizer, chat, dress, json_prompt, read_negative
+from nanovgen.recipe import PRESETS, Request, resolve
 from nanovgen.scheduler import flow_sigmas, karras_sigmas, stored_schedule, timesteps
 
 SHIPPED = json.loads("""{
@@ -164,13 +165,11 @@ def test_the_folders_negative_prompt(tmp_path):
                                          ((832, 480), 5), ((480, 832), 5), ((640, 640), 5), ((320, 192), 3),
                                          ((256, 256), 3)])  # fmt: skip
 def test_shifts(size, shift):
-    assert shift_for(*size, 189) == shift_for(*size, 5) == shift and shift_for(*size, 1) == 3
-
-
-def test_defaults_are_the_authors():
-    for defaults in (VIDEO, IMAGE):
-        width, height = map(int, defaults["size"].split("x"))
-        assert defaults["shift"] == shift_for(width, height, defaults["frames"]) and defaults["frames"] % 4 == 1
+    found = resolve(Request("x", size="{}x{}".format(*size)), PRESETS["cosmos3-nano"])
+    assert (found.shift, found.steps, found.guidance, found.frames) == (shift, 35, 6.0, 189)
+    image = resolve(Request("x", size="{}x{}".format(*size), frames=1), PRESETS["cosmos3-super"])
+    assert (image.shift, image.steps, image.guidance) == (3.0, 50, 4.0)
+    assert resolve(Request("x", frames=1, shift=7.0, steps=9), PRESETS["cosmos3-super"]).shift == 7.0
 
 
 def captions(count=400):

@@ -22,7 +22,7 @@ from nanovgen.dress import ChatTokenizer, chat, dress
 from nanovgen.recipe import PRESETS
 from nanovgen.scheduler import SOLVERS, flow_sigmas, karras_sigmas, timesteps
 from nanovgen.text import UMT5, PromptTokenizer, UMT5Config, clean
-from nanovgen.vae import VAE, Stream, VAEConfig
+from nanovgen.vae import VAE, VAEConfig
 from nanovgen.wan import Wan, WanConfig
 
 TOLERANCE = 1e-4
@@ -68,20 +68,20 @@ def walk(sigmas, theirs=None, solver="unipc", dtype=torch.float32):
     return torch.cat(path)
 
 
-@pytest.mark.parametrize("name", ["wan_t2v", "wan_i2v", "umt5", "vae21"])
+@pytest.mark.parametrize("name", ["wan_t2v", "wan_i2v", "umt5", "vae21", "vae22"])
 def test_models(name):
     case = golden("tiny_models")[name]
-    kind, config = {"umt5": (UMT5, UMT5Config), "vae21": (VAE, VAEConfig)}.get(name, (Wan, WanConfig))
-    model = kind(config.read(case["config"])).requires_grad_(False)
+    kind, config = {"umt5": (UMT5, UMT5Config), "vae21": (VAE, VAEConfig), "vae22": (VAE, VAEConfig)}.get(name, (Wan, WanConfig))
+    z = case["config"].get("z_dim", 16)
+    plain = {"latents_mean": [0] * z, "latents_std": [1] * z} if kind is VAE else {}  # these latents are not normalised
+    model = kind(config.read(case["config"] | plain)).requires_grad_(False)
     model.load_state_dict({k: fill(model.hub_name(k), *x.shape) for k, x in model.state_dict().items()})
     given = {k: fill(k, *shape) for k, shape in case.get("inputs", {}).items()}
     if name == "umt5":
         found = {"output": model((torch.arange(220) * 37 % 300)[None, :200])}
-    elif name == "vae21":  # these latents are not normalised
-        stream = Stream()
-        z = model.post_quant_conv(given["input:latent"], stream)
-        video = torch.cat([model.decoder(part, stream) for part in z.split(1, dim=2)], dim=2)
-        found = {"encode_mode": model.moments(given["input:video"])[0], "decode": video.clamp(-1, 1)}
+    elif kind is VAE:
+        video = torch.cat([*model.decode(given["input:latent"])], dim=2)
+        found = {"encode_mode": model.encode(given["input:video"]), "decode": video}
     else:
         x = given["input:x"]
         found = {"output": model(x, torch.tensor([case["timestep"]]), model.context(given["input:text"], *x.shape[2:]))}
@@ -162,3 +162,12 @@ def test_full_size_names_shapes_and_dtypes(name):
         assert all(x.is_meta for x in model.state_dict().values())
         assert stored["dtype"] == (preset.text_dtype if part == "text_encoder" else "F32")
         assert stored["dtype"] in checkpoint.BYTES
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("cosmos3")])
+def test_full_size_vae_of_cosmos(name):
+    """Its other tensors are in test_cosmos.py."""
+    model, stored = jobs.blueprint(PRESETS[name])["vae"], golden("state_dicts")["cosmos3.vae"]
+    assert {model.hub_name(k): list(x.shape) for k, x in model.state_dict().items()} == stored["tensors"]
+    assert len(stored["tensors"]) == 196 and sum(p.numel() for p in model.parameters()) == 704_688_668
+    assert PRESETS[name].latent == (model.config.z_dim, model.config.scale) == (48, 16)

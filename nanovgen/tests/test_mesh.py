@@ -289,7 +289,7 @@ def test_fused_needs_as_many_key_heads():
     ulysses.check(8, 2, 2)
     ulysses.check(8, 8, 4, fused=True)
     for given, said in (((8, 2, 2, True), "fused ulysses stacks q, k, v, and 8 heads are not 2; use the unfused way"),
-                        ((8, 2, 4), "2 key heads do not split over ulysses 4; use 2"),
+                        ((12, 4, 6), "4 key heads do not split over ulysses 6; use 4"),
                         ((12, 12, 8), "12 heads do not split over ulysses 8; use 6")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             ulysses.check(*given)

@@ -36,10 +36,14 @@ T2V = WanConfig(num_attention_heads=3, attention_head_dim=20, num_layers=3, ffn_
 TEXT = UMT5Config(vocab_size=300, d_model=48, d_kv=16, d_ff=96, num_layers=3, num_heads=3)
 MEAN, STD = (tuple((i + start) / 8 for i in range(16)) for start in (-6, 4))
 CLIPS = VAEConfig(base_dim=8, decoder_base_dim=12, latents_mean=MEAN, latents_std=STD)
+RESIDUAL = replace(CLIPS, is_residual=True, patch_size=2)
+VAES = {f"{kind}, {n}": replace(config, decoder_base_dim=n) for kind, config in (("2.1", CLIPS), ("2.2", RESIDUAL))
+        for n in (None, 8, 12)}  # fmt: skip
 GRAIN = dict(patch_size=(1, 2, 2), cross_attn_norm=True, qk_norm="rms_norm_across_heads")
+channels = lambda c: 3 * (c["patch_size"] or 1) ** 2  # noqa: E731
 KINDS = {
     WanConfig: (Wan, lambda c: diffusers.WanTransformer3DModel(**GRAIN, **c)),
-    VAEConfig: (VAE, lambda c: diffusers.AutoencoderKLWan(**c)),
+    VAEConfig: (VAE, lambda c: diffusers.AutoencoderKLWan(in_channels=channels(c), out_channels=channels(c), **c)),
     UMT5Config: (UMT5, lambda c: transformers.UMT5EncoderModel(transformers.UMT5Config(feed_forward_proj="gated-gelu", **c))),
 }
 
@@ -160,19 +164,41 @@ def test_umt5():
 
 
 @pytest.mark.parametrize("frames", [1, 5, 9, 13])
-@pytest.mark.parametrize("decoder_base_dim", [None, 8, 12])
-def test_vae(decoder_base_dim, frames):
-    ours, theirs = pair(replace(CLIPS, decoder_base_dim=decoder_base_dim))
-    video, z = fill("input:video", 2, 3, frames, 24, 40), fill("input:z", 2, 16, (frames + 3) // 4, 3, 5)
+@pytest.mark.parametrize("name", VAES)
+def test_vae(name, frames):
+    ours, theirs = pair(VAES[name])
+    scale = ours.config.scale
+    video, z = fill("input:video", 2, 3, frames, 3 * scale, 5 * scale), fill("input:z", 2, 16, (frames + 3) // 4, 3, 5)
     mean, std = (torch.tensor(x).view(1, 16, 1, 1, 1) for x in (MEAN, STD))
     chunks = (1, 2, 4, None)
     encoded, decoded = [ours.encode(video, c) for c in chunks], [torch.cat([*ours.decode(z, c)], dim=2) for c in chunks]
-    same(encoded[0], (theirs.encode(video).latent_dist.mode() - mean) / std, f"VAE encode, {frames} frames")
-    same(decoded[0], theirs.decode(z * std + mean, return_dict=False)[0], f"VAE decode, {frames} frames")
+    same(encoded[0], (theirs.encode(video).latent_dist.mode() - mean) / std, f"VAE {name}, encode, {frames} frames")
+    same(decoded[0], theirs.decode(z * std + mean, return_dict=False)[0], f"VAE {name}, decode, {frames} frames")
     assert (decoded[0].abs() == 1).float().mean() < 0.1  # or the clamp would hide errors
     for one, *others in (encoded, decoded):
-        for other in others:
-            same(other, one, "VAE, other chunks", 1e-5)
+        assert all(torch.equal(other, one) for other in others), [error(other, one) for other in others]
+
+
+@pytest.mark.parametrize("config", [CLIPS, RESIDUAL], ids=["2.1", "2.2"])
+def test_vae_gradients(config):
+    """Of both halves, in one chunk by ours, frame by frame by theirs; to every weight, the video and the latents."""
+    scale, found = config.scale, []
+    mean, std = (torch.tensor(x).view(1, 16, 1, 1, 1) for x in (MEAN, STD))
+    for model in copy.deepcopy(pair(config)):
+        video, z = fill("input:video", 1, 3, 9, 2 * scale, scale), fill("input:z", 1, 16, 3, 2, 1)
+        with torch.enable_grad():
+            for x in (model, video, z):
+                x.requires_grad_(True)
+            if isinstance(model, VAE):
+                mode, clip = model.moments(video, None)[0], torch.cat([*model.decode(z, None)], dim=2)
+            else:
+                mode, clip = model.encode(video).latent_dist.mode(), model.decode(z * std + mean, return_dict=False)[0]
+            (mode.square().sum() + clip.square().sum()).backward()
+        rename = getattr(model, "hub_name", str)
+        found.append({rename(name): p.grad for name, p in model.named_parameters()} | {"video": video.grad, "z": z.grad})
+    assert found[0].keys() == found[1].keys() and all(g.isfinite().all() and g.norm() > 0 for g in found[0].values())
+    worst = max(found[1], key=lambda name: error(found[0][name], found[1][name]))
+    same(found[0][worst], found[1][worst], f"VAE gradients, the worst ({worst})")
 
 
 def their_unipc(steps=None, shift=1.0, sigmas=None, **more):
@@ -283,6 +309,40 @@ def broken_vae(how):
     return torch.cat(parts, dim=2), theirs.decode(z, return_dict=False)[0]
 
 
+class Otherwise(nn.Module):  # a shortcut, given something else
+    def __init__(self, shortcut, change):
+        super().__init__()
+        self.shortcut, self.change = shortcut, change
+
+    def forward(self, x, stream):
+        return self.shortcut(self.change(x, self.shortcut), stream)
+
+
+def broken_unfold(how):
+    ours, theirs = copy.deepcopy(pair(RESIDUAL))
+    if how == "rows and columns of a patch swapped":
+        for p in ours.decoder.conv_out.parameters():
+            p.copy_(p.unflatten(0, (3, 2, 2)).transpose(1, 2).flatten(0, 2))
+    for stage in ours.decoder.stages[:-1]:
+        if how == "the channels that a shortcut unfolds in another order":
+            stage.shortcut = Otherwise(
+                stage.shortcut, lambda x, to: x.unflatten(1, (-1, to.repeats)).transpose(1, 2).flatten(1, 2)
+            )
+        elif how == "no shortcut":
+            stage.shortcut = None
+    mean, std = (torch.tensor(x).view(1, 16, 1, 1, 1) for x in (MEAN, STD))
+    z = fill("input:z", 1, 16, 3, 3, 5)
+    return torch.cat([*ours.decode(z)], dim=2), theirs.decode(z * std + mean, return_dict=False)[0]
+
+
+def broken_fold(how):
+    ours, theirs = copy.deepcopy(pair(RESIDUAL))
+    for stage in ours.encoder.stages if how == "the first frame folded with itself" else ():  # not with zeros
+        stage.shortcut = Otherwise(stage.shortcut, lambda x, to: torch.cat([x[:, :, : -x.shape[2] % to.t], x], dim=2))
+    video = fill("input:video", 1, 3, 9, 48, 80)
+    return ours.moments(video)[0], theirs.encode(video).latent_dist.mode()
+
+
 def broken_umt5(how):
     ours, theirs = copy.deepcopy(pair(TEXT))
     for block in ours.blocks if how == "one bias for all layers" else ():
@@ -301,7 +361,10 @@ def broken_unipc(how):
     (broken_wan, "rows and columns swapped in RoPE"), (broken_wan, "rows out of place in RoPE"),
     (broken_wan, "no norm before cross-attention"), (broken_wan, "q and k normalised by head"),
     (broken_wan, "shift and scale swapped in the output"), (broken_vae, "chunks forget"),
-    (broken_vae, "first frame as the second's past"), (broken_umt5, "one bias for all layers"), (broken_unipc, "no corrector"),
+    (broken_vae, "first frame as the second's past"), (broken_unfold, "rows and columns of a patch swapped"),
+    (broken_unfold, "the channels that a shortcut unfolds in another order"), (broken_unfold, "no shortcut"),
+    (broken_fold, "the first frame folded with itself"), (broken_umt5, "one bias for all layers"),
+    (broken_unipc, "no corrector"),
 ])  # fmt: skip
 def test_negative_control(part, how):
     same(*part(None), "unbroken")

@@ -52,6 +52,7 @@ REQUESTS = {
     "grid": (["--grid", "linear"], ["'linear'", "native, diffusers"]),
     "karras": (["--grid", "karras"], ["Cosmos3", "no shift"]),
     "dtype": (["--dtype", "float16"], ["'float16'", "float32, bfloat16"]),
+    "VAE dtype": (["--vae-dtype", "float16"], ["vae-dtype 'float16'", "float32, bfloat16"]),
     "device": (["--device", "tpu"], ["tpu", "cpu"]),
     "attention": (["--attention", "sparse"], ["'sparse'", "auto, cpu, flash"]),
     "attention here": (["--attention", "flash", "--device", "cpu"], ["flash does not run on cpu", "cpu"]),

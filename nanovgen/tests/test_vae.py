@@ -1,0 +1,133 @@
+"""The VAE's other ways to the same video: bf16, channels last, compiled; and what a decode holds in memory, counted."""
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import clip_world
+import imageio.v3 as iio
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from test_golden import error
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nanovgen import checkpoint, vae
+from nanovgen.vae import VAE, Stream, VAEConfig
+
+NARROW = VAEConfig(base_dim=16)
+RESIDUAL = replace(NARROW, decoder_base_dim=32, z_dim=48, is_residual=True, patch_size=2)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_grad(one_thread):
+    with torch.no_grad():
+        yield
+
+
+def made(config: VAEConfig) -> VAE:
+    torch.manual_seed(0)
+    return VAE(config).requires_grad_(False).eval()
+
+
+def noise(config: VAEConfig, f: int = 3, y: int = 3, x: int = 5) -> torch.Tensor:
+    return torch.randn(1, config.z_dim, f, y, x, generator=torch.Generator().manual_seed(1))
+
+
+def decoded(model: VAE, z: torch.Tensor, chunk: int = 1) -> torch.Tensor:
+    stream = Stream()
+    return torch.cat([model.unpatch(model.decoder(part, stream)) for part in z.split(chunk, dim=2)], dim=2)
+
+
+def test_bf16():
+    """tiny-wan's decode of a clip: both against the clip, and against each other."""
+    component = checkpoint.open_component(ROOT / "weights" / "tiny-wan" / "vae")
+    models = [checkpoint.load(checkpoint.build(VAE, VAEConfig.read(component.config)), component, CPU, dtype)
+              for dtype in (torch.float32, torch.bfloat16)]  # fmt: skip
+    clip = clip_world.render([clip_world.sample_clip(random.Random(0), 1)], CPU)
+    whole, half = (torch.cat([*m.decode(m.encode(clip))], dim=2).float() for m in models)
+    assert models[1].encode(clip[:, :, :5]).dtype == torch.float32  # the latents' statistics are undone in fp32
+
+    def psnr(a, b):
+        return 10 * math.log10(4 / (a - b).square().mean().item())
+
+    print(
+        f"PSNR: float32 and bfloat16 {psnr(whole, half):.1f} dB; to the clip {psnr(whole, clip):.2f} and {psnr(half, clip):.2f}"
+    )
+    assert psnr(whole, half) > 40 and psnr(half, clip) > psnr(whole, clip) - 0.5
+
+
+def test_bf16_of_a_run(ask, cli, i2v_folder):
+    """With an image, which is encoded too; what is not asked for anew is float32 again."""
+    iio.imwrite("red.png", np.full((20, 30, 3), (255, 0, 0), np.uint8))
+    result = ask("--model", i2v_folder, "--image", "red.png", "--vae-dtype", "bfloat16")
+    assert result.code == 0 and "(VAE bfloat16)" in result.lines["runs"]
+    for name, more in {"same": ["--vae-dtype", "bfloat16"], "float32": []}.items():
+        again = cli("--latents", "v.latents.safetensors", "--out", f"{name}.mp4", *more)
+        assert again.code == 0 and f"(VAE {'bfloat16' if more else 'float32'})" in again.lines["runs"]
+    assert Path("same.mp4").read_bytes() == Path("v.mp4").read_bytes() != Path("float32.mp4").read_bytes()
+
+
+@pytest.mark.parametrize("config", [NARROW, RESIDUAL])
+def test_channels_last(config):
+    """The same numbers."""
+    model, z = made(config), noise(config)
+    wanted = decoded(model, z)
+    far = error(decoded(model.channels_last(), z), wanted)
+    print(f"channels last: {far:.1e}")
+    assert far < 1e-5 and all(p.stride(1) == 1 for p in model.parameters() if p.dim() == 5 and p.shape[1] > 1)
+
+
+def test_the_layout_is_kept():
+    """Between the convolutions (on the CPU these do not keep it themselves): by the norm, the past and the upsampling."""
+    x = torch.randn(1, 16, 4, 6, 10).contiguous(memory_format=torch.channels_last_3d)
+    conv, up, stream = vae.CausalConv3d(16, 16, 3), vae.Upsample(16, 16, False).to(memory_format=torch.channels_last), Stream()
+    for _ in range(2):
+        conv(x, stream)
+    for kept in (vae.Norm(16, 3)(x), stream.cache[conv], torch.cat([stream.cache[conv], x], dim=2), up(x, stream)):
+        assert kept.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all tensors made that are alive, the most."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak = {}, 0
+
+    def __torch_dispatch__(self, op, types, given=(), more=None):
+        out = op(*given, **(more or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
+            self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return out
+
+
+FULL = {"2.1": VAEConfig(), "2.2": VAEConfig(160, 256, 48, is_residual=True, patch_size=2)}
+
+
+@pytest.mark.parametrize(("chunk", "dtype"), [(1, torch.float32), (1, torch.bfloat16), (2, torch.bfloat16), (4, torch.float32)])
+@pytest.mark.parametrize("name", FULL)
+def test_memory_of_a_decode(name, chunk, dtype):
+    """720p on meta, tensor by tensor, against the formula of the plan."""
+    with torch.device("meta"):
+        model = VAE(FULL[name]).to(dtype)
+    f, (y, x) = 3 * chunk, (n // FULL[name].scale for n in (720, 1280))
+    z = torch.empty(1, FULL[name].z_dim, f, y, x, device="meta", dtype=dtype)
+    with Live() as live:
+        stream = Stream()
+        for part in z.split(chunk, dim=2):
+            model.unpatch(model.decoder(part, stream))
+    said, weights = model.float().decode_bytes(f, y, x, chunk, dtype.itemsize), sum(p.numel() for p in model.parameters())
+    held = live.peak + weights * dtype.itemsize
+    print(
+        f"{name}, {dtype}, chunk {chunk}: {held / 1e9:.2f} GB with the weights; beside them {live.peak / said:.2f} of the plan's"
+    )
+    assert 0.75 < live.peak / said < 1.05  # it allows for chunks of one, where the past weighs most
+    assert held < 12 * 2**30 or chunk > 1 or dtype == torch.float32
