@@ -345,7 +345,7 @@ def run_rank(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig
         bench = replace(bench, device=mesh.open_world(bench.device))
     first = int(os.environ.get("RANK", 0)) == 0
     say = partial(print, flush=True) if first else lambda *_: None
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as generate.py decodes
         report = measure(args, bench, chosen, world, say)
     if first and args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
