@@ -115,7 +115,7 @@ def to_fp8(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 KERNELS: dict[str, Kernel] = {"cpu": _cpu, "flash": _flash, "cudnn": _cudnn, "efficient": _efficient, "fa2": _fa2, "fa3": _fa3,
                               "fa4": _fa4, "fa3-fp8": _fa3_fp8}  # fmt: skip
-GROUPED = {kernel for name, kernel in KERNELS.items() if name != "efficient"}  # take fewer key heads than query heads
+GROUPED = {_cpu, _fa2, _fa3, _fa3_fp8, _fa4}  # take fewer key heads than query heads; for the others they are repeated
 # Kernels that are installed apart from torch: their modules, the first that is there; the cards' capabilities.
 MODULES = {"fa2": ("flash_attn",), "fa3": ("fa3_fwd_interface", "flash_attn_interface"), "fa4": ("flash_attn.cute",)}
 CARDS = {"fa2": range(8, 13), "fa3": (9,), "fa4": (9, 10)}

@@ -64,8 +64,7 @@ def load(job: Job, part: str, stages: Stages) -> nn.Module:
         model = tp.split(model, job.mesh.tp)
     with stages("load"), bar(job, total=total, unit="B", unit_scale=True, desc=f"load {part}") as progress:
         dtype = job.vae_dtype if part == "vae" else job.dtype
-        model = checkpoint.load(model, component, job.device, dtype, progress.update)
-    return model.channels_last() if part == "vae" and job.device.type == "cuda" else model
+        return checkpoint.load(model, component, job.device, dtype, progress.update)
 
 
 def bar(job: Job, **options: object) -> tqdm:

@@ -318,14 +318,6 @@ class VAE(nn.Module):
         name = name.replace(".resample.", f".{down if side == 'encoder' else up}.")
         return (name.replace(".conv.", ".resample.1.") if resamples else name).replace(".mid.", ".mid_block.")
 
-    def channels_last(self) -> "VAE":
-        """Weights with their channels innermost in memory, as tensor cores read them; cuDNN's outputs follow."""
-        for conv in self.modules():
-            if isinstance(conv, (nn.Conv2d, nn.Conv3d)):
-                layout = torch.channels_last_3d if isinstance(conv, nn.Conv3d) else torch.channels_last
-                conv.weight = nn.Parameter(conv.weight.to(memory_format=layout), conv.weight.requires_grad)
-        return self
-
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         mean, std = like.new_tensor(self.config.latents_mean), like.new_tensor(self.config.latents_std)
         return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from test_golden import error
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanovgen import checkpoint, vae
+from nanovgen import checkpoint
 from nanovgen.vae import VAE, Stream, VAEConfig
 
 NARROW = VAEConfig(base_dim=16)
@@ -71,26 +70,6 @@ def test_bf16_of_a_run(ask, cli, i2v_folder):
         again = cli("--latents", "v.latents.safetensors", "--out", f"{name}.mp4", *more)
         assert again.code == 0 and f"(VAE {'bfloat16' if more else 'float32'})" in again.lines["runs"]
     assert Path("same.mp4").read_bytes() == Path("v.mp4").read_bytes() != Path("float32.mp4").read_bytes()
-
-
-@pytest.mark.parametrize("config", [NARROW, RESIDUAL])
-def test_channels_last(config):
-    """The same numbers."""
-    model, z = made(config), noise(config)
-    wanted = decoded(model, z)
-    far = error(decoded(model.channels_last(), z), wanted)
-    print(f"channels last: {far:.1e}")
-    assert far < 1e-5 and all(p.stride(1) == 1 for p in model.parameters() if p.dim() == 5 and p.shape[1] > 1)
-
-
-def test_the_layout_is_kept():
-    """Between the convolutions (on the CPU these do not keep it themselves): by the norm, the past and the upsampling."""
-    x = torch.randn(1, 16, 4, 6, 10).contiguous(memory_format=torch.channels_last_3d)
-    conv, up, stream = vae.CausalConv3d(16, 16, 3), vae.Upsample(16, 16, False).to(memory_format=torch.channels_last), Stream()
-    for _ in range(2):
-        conv(x, stream)
-    for kept in (vae.Norm(16, 3)(x), stream.cache[conv], torch.cat([stream.cache[conv], x], dim=2), up(x, stream)):
-        assert kept.is_contiguous(memory_format=torch.channels_last_3d)
 
 
 class Live(TorchDispatchMode):
