@@ -278,16 +278,16 @@ def deadline() -> Callable[[int], None]:
 
 @pytest.fixture
 def on_ranks(one_thread, deadline) -> Callable[..., list]:
-    """Run work() on forked CPU ranks, at most 20 s; what each returned (plain data), by rank."""
+    """Run work() on forked CPU ranks, at most so many seconds; what each returned (plain data), by rank."""
 
-    def call(ranks: int, work: Callable[[], object]) -> list:
+    def call(ranks: int, work: Callable[[], object], seconds: int = 20) -> list:
         results = get_context("fork").SimpleQueue()
 
         def part() -> None:
             mesh.open_world(torch.device("cpu"))
             results.put((int(os.environ["RANK"]), work()))
 
-        deadline(20)
+        deadline(seconds)
         code = launch.run_ranks(ranks, part)
         deadline(0)
         assert code == 0, "it hung" if code == 130 else code

@@ -293,3 +293,42 @@ def test_fused_needs_as_many_key_heads():
                         ((12, 12, 8), "12 heads do not split over ulysses 8; use 6")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             ulysses.check(*given)
+
+
+GRID = {2: (2, 1), 4: (2, 2), 8: (4, 2), 9: (3, 3), 36: (6, 6), 72: (9, 8)}  # rows, columns
+SECONDS = {36: 120, 72: 240}
+
+
+@pytest.mark.parametrize("p", GRID)
+def test_elements_sent_are_the_headers_formulas(on_ranks, p):
+    """Each scheme alone over p ranks, in all its ways, one attention: counted, against the formulas written out again."""
+    (n, m), heads, d, tokens = GRID[p], 72, 4, 2 * p
+    share = tokens * heads * d // p  # S C / p
+    wanted = {"ulysses": {"ulysses": 4 * (p - 1) * share // p}, "ring": {"ring": 2 * (p - 1) * share}}
+    for way in plan.ATTN2D:
+        merged = (m - 1) * (share + share // d) + 2 * (m - 1) * share // d  # sums by one reduce-scatter, the largest LSE agreed
+        row = (m - 1) * share + (merged if way == "reduce_scatter" else (m - 1) * (share + share // d))
+        wanted[way] = {axis: count for axis, count in (("q_axis", row), ("kv_axis", 2 * (n - 1) * share)) if count}
+
+    def work() -> dict:
+        shapes = {"ulysses": dict(ulysses_size=p), "ring": dict(ring_size=p), "attn2d": dict(attn2d_size=(n, m))}
+        ways = {"ulysses": ({}, dict(fused_ulysses=True), dict(async_ulysses=True)), "ring": ({},),
+                "attn2d": [dict(attn2d_merge=way) for way in plan.ATTN2D]}  # fmt: skip
+        found = []
+        for scheme, degrees in shapes.items():
+            open_mesh = mesh.open_mesh(CPU, plan.degrees(ParallelConfig(**degrees)))
+            for way in ways[scheme]:
+                open_mesh.sent.clear()
+                project = lambda: torch.ones(1, 2, heads, d)  # noqa: E731
+                plan.bind(ParallelConfig(**degrees, **way), open_mesh, tokens, attention.KERNELS["cpu"])(
+                    project, project, project
+                )
+                sent = Counter()
+                for (axis, _, unit), amount in open_mesh.sent.items():
+                    sent[axis] += amount if unit == "elements" else 0
+                found.append((way.get("attn2d_merge", scheme), dict(sent)))
+        return found
+
+    for rank, found in enumerate(on_ranks(p, work, SECONDS.get(p, 30))):
+        for name, sent in found:
+            assert sent == wanted[name], (rank, name)
