@@ -25,6 +25,8 @@ from torch import Tensor
 
 aten = torch.ops.aten
 Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Projection = Callable[[], Tensor]  # what a model hands a scheme: gives q, k or v of this rank's tokens, when called
+KV = tuple[Tensor, Tensor]  # keys and values, each (b, n, Hkv, d)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
@@ -39,7 +41,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel | None = None) -> 
     return o.transpose(1, 2), lse.transpose(1, 2)
 
 
-def after(prefix: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def after(prefix: KV | None, k: Tensor, v: Tensor) -> KV:
     """Keys and values (b, n, Hkv, d) behind those of a prefix that every query sees too; None: there is no prefix."""
     return (k, v) if prefix is None else (torch.cat([prefix[0], k], dim=1), torch.cat([prefix[1], v], dim=1))
 

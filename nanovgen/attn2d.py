@@ -27,10 +27,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from nanovgen.attention import Kernel, after, attention, merge
+from nanovgen.attention import KV, Kernel, after, attention, merge
 from nanovgen.mesh import Axis, Cut, Pending, all_reduce, all_to_all, pad, reduce_scatter, shard, start_all_gather
 
-KV = tuple[Tensor, Tensor]
 Axes = tuple[Axis, Axis]  # (q_axis, kv_axis)
 
 

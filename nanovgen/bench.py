@@ -201,7 +201,7 @@ def bench_peer(bench: Bench, model: nn.Module) -> dict | str:
         return "diffusers' Cosmos3 holds both towers and runs the text in every step; it is not timed"
     c, work = bench.config, bench.work
     with torch.device("meta"):
-        peer = theirs_of.WanTransformer3DModel(**{name: value for name, value in asdict(c).items() if name != "eps"}, eps=c.eps)
+        peer = theirs_of.WanTransformer3DModel(**asdict(c))
     peer.load_state_dict({model.hub_name(name): value for name, value in model.state_dict().items()}, assign=True)
     peer.rope = type(peer.rope)(c.attention_head_dim, (1, 2, 2), 1024).to(bench.device)  # its tables are not in the state dict
     peer = peer.eval()
@@ -345,7 +345,8 @@ def run_rank(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig
         bench = replace(bench, device=mesh.open_world(bench.device))
     first = int(os.environ.get("RANK", 0)) == 0
     say = partial(print, flush=True) if first else lambda *_: None
-    with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as generate.py decodes
+    torch.backends.cudnn.allow_tf32 = False  # as generate.py decodes
+    with torch.inference_mode():
         report = measure(args, bench, chosen, world, say)
     if first and args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")

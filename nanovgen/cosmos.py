@@ -28,11 +28,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from nanovgen.attention import after, attention
+from nanovgen.attention import KV, Projection, after, attention
 from nanovgen.mesh import Axis, shard, unshard
 
-Projection = Callable[[], Tensor]
-KV = tuple[Tensor, Tensor]  # keys and values, each (b, n, G, d)
 Attend = Callable[[Projection, Projection, Projection, KV], Tensor]
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,12 +27,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanovgen import attention, cfg, checkpoint, compiled, mesh, plan, scheduler, summary, tp, vae_parallel, video
-from nanovgen.cosmos import KV, Cosmos
-from nanovgen.cosmos import Context as CosmosContext
+from nanovgen.cosmos import Cosmos
 from nanovgen.job import Job, find_preset, warm_jobs
 from nanovgen.recipe import Request, parse_size
 from nanovgen.text import encode_prompt
-from nanovgen.wan import Context as WanContext
 from nanovgen.wan import Wan
 
 
@@ -83,7 +82,7 @@ def own_streams(job: Job) -> set[int]:
     return {i for t in job.times for i in cfg.mine(1 if job.guidance(t) == 1 else 2, job.mesh.cfg)}
 
 
-Text = Tensor | list[KV]  # what the denoiser sees of a text: Wan states (1, rows, C), Cosmos3 keys and values by layer
+Text = Tensor | list[attention.KV]  # what the denoiser sees of a text: Wan states (1, rows, C), Cosmos3 keys and values by layer
 
 
 def encode_texts(job: Job, stages: Stages) -> dict[int, Text]:
@@ -140,7 +139,7 @@ def split_dim(job: Job) -> int:
     return vae_parallel.DIMS[job.recipe.parallel_config.parallel_vae_split_dim]
 
 
-def velocity(job: Job, model: nn.Module, x: Tensor, t: int, contexts: dict[int, object]) -> Tensor:
+def velocity(job: Job, model: nn.Module, x: Tensor, t: int, contexts: dict[int, NamedTuple]) -> Tensor:
     """Guided velocity, fp32, the same on every rank; guidance 1 runs the prompt alone."""
     attend = plan.bind(job.recipe.parallel_config, job.mesh, job.tokens, attention.KERNELS[job.kernel])
     x, time, guidance = x.to(job.dtype), torch.tensor([t], device=x.device), job.guidance(t)
@@ -149,7 +148,8 @@ def velocity(job: Job, model: nn.Module, x: Tensor, t: int, contexts: dict[int, 
     return cfg.guide(found, guidance)
 
 
-def make_context(job: Job, model: Wan | Cosmos, text: Text) -> WanContext | CosmosContext:
+def make_context(job: Job, model: Wan | Cosmos, text: Text) -> NamedTuple:
+    """The model's own Context: what one text and this clip's shape fix for all steps."""
     if isinstance(model, Cosmos):
         return model.context(text, *job.latent_shape, job.request.fps, given=int(job.request.image is not None))
     return model.context(text, *job.latent_shape)

@@ -13,14 +13,13 @@ from functools import partial
 from torch import Tensor
 
 from nanovgen import attn2d, cfg, tp, ulysses, vae_parallel
-from nanovgen.attention import Kernel, after, attention
+from nanovgen.attention import KV, Kernel, after, attention
 from nanovgen.cosmos import CosmosConfig
 from nanovgen.mesh import Cut, Mesh
 from nanovgen.recipe import ParallelConfig
 from nanovgen.ring import ring
 from nanovgen.wan import WanConfig
 
-KV = tuple[Tensor, Tensor]
 Attend = Callable[..., Tensor]  # (q, k, v) as projections and, where the model has one, a prefix's keys and values
 ATTN2D = {"exchange": attn2d.attn2d, "overlapped": attn2d.attn2d_overlapped, "reduce_scatter": attn2d.attn2d_reduce_scatter}
 

@@ -20,10 +20,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nanovgen.attention import Kernel, after, attention, merge
+from nanovgen.attention import KV, Kernel, after, attention, merge
 from nanovgen.mesh import Axis, Cut, pad, start_shift
-
-KV = tuple[Tensor, Tensor]
 
 
 def ring(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, axis: Axis, cut: Cut, kernel: Kernel) -> Tensor:

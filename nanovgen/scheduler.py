@@ -40,7 +40,10 @@ def flow_sigmas(steps: int, shift: float, grid: str = "native") -> Tensor:
     return torch.cat([sigmas, sigmas.new_zeros(1)])
 
 
-def karras_sigmas(steps: int, sigma_min: float = 0.147, sigma_max: float = 200.0) -> Tensor:
+KARRAS = (0.147, 200.0)  # the ends in Cosmos3's scheduler file
+
+
+def karras_sigmas(steps: int, sigma_min: float = KARRAS[0], sigma_max: float = KARRAS[1]) -> Tensor:
     """Sigmas (steps + 1,) float64, last one 0, as Cosmos3's own scheduler file asks for; they take no flow shift.
 
     The ramp of arXiv:2206.00364 (even in sigma^(1/7), sigma_max to sigma_min) is in its units, x = x0 + sigma noise;

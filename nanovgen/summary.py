@@ -30,7 +30,7 @@ def describe_denoising(job: Job) -> dict[str, str]:
     experts = [job.expert(t) for t in job.times]
     switch = f"{experts.count('transformer')} high-noise, {experts.count('transformer_2')} low-noise (boundary {r.boundary})"
     sigmas, stored = job.sigmas.tolist(), stored_schedule(job.folder)
-    asked = scheduler.Stored(r.shift, (0.147, 200.0) if r.grid == "karras" else None)
+    asked = scheduler.Stored(r.shift, scheduler.KARRAS if r.grid == "karras" else None)
     file_says = f" (its scheduler file says {stored})" if stored not in (None, asked) else ""
     served = f"; {switch}" if r.boundary is not None else "; one expert" if job.preset.family == "wan" else ""
     grid = "" if r.grid == "karras" else f", {r.grid} grid"

@@ -10,8 +10,8 @@ heads where it lies, and sends nothing.
 Sends    4 (p-1)/p * b*S*C/p elements a rank and layer (q, k, v out, o back); shrinks as p grows. With fewer key heads
          (GQA, g = Hkv/H) 2 (1+g) in place of 4. Extra memory: one q, k, v, o of the same size.
          Wins inside one fast domain, up to the head count: each rank's bytes fall with p, a ring's do not.
-Source   DeepSpeed-Ulysses, arXiv:2309.14509.
          Beyond Hkv ranks a key head goes to p/Hkv of them: the formula then has Hkv = p.
+Source   DeepSpeed-Ulysses, arXiv:2309.14509.
 Refuses  H % p != 0 (a head is not split); Hkv and p of which neither divides the other; fused with GQA (q, k, v must stack).
 
 Three ways, equal to the bit. `ulysses`: one exchange each for q, k, v. `ulysses_fused`: one exchange of the three stacked.
@@ -27,11 +27,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from nanovgen.attention import KV, Projection
 from nanovgen.mesh import Axis, Cut, Pending, all_to_all, pad, shard, start_all_to_all
 from nanovgen.push import Push
 
-Projection = Callable[[], Tensor]
-KV = tuple[Tensor, Tensor]
 Inner = Callable[[Tensor, Tensor, Tensor, KV | None], Tensor]
 
 
@@ -74,12 +73,14 @@ def own_heads(prefix: KV | None, axis: Axis) -> KV | None:
 
 
 def spread(x: Tensor, ranks: int) -> Tensor:
-    """At least one head (dim 2) a rank: fewer key heads are repeated, each for the consecutive ranks whose queries read it."""
-    return x if x.shape[2] % ranks == 0 else x.repeat_interleave(ranks // x.shape[2], dim=2)
+    """A head (dim 2) for each rank: fewer key heads are repeated, each for the consecutive ranks whose queries read it."""
+    heads = x.shape[2]
+    return x.repeat_interleave(ranks // heads, dim=2) if heads < ranks and ranks % heads == 0 else x
 
 
 def start_to_heads(x: Tensor, axis: Axis, cut: Cut, pushed: bool = False) -> Pending | Push:
     x = pad(spread(x, axis.size), 1, cut.chunk)
+    check(x.shape[2], x.shape[2], axis.size)
     return start_all_to_all(rearrange(x, "b s (p h) d -> p b s h d", p=axis.size), axis, pushed)  # H -> h
 
 

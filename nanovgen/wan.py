@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from nanovgen.attention import attention
+from nanovgen.attention import Projection, attention
 from nanovgen.mesh import Axis, shard, unshard
 
-Projection = Callable[[], Tensor]
 Attend = Callable[[Projection, Projection, Projection], Tensor]
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_vae import encode_clips, statistics
 
-from nanovgen.cosmos import KV, Cosmos, CosmosConfig, Projection, TextTower, rope_table, rotate
+from nanovgen.attention import KV, Projection
+from nanovgen.cosmos import Cosmos, CosmosConfig, TextTower, rope_table, rotate
 from nanovgen.dress import chat, dress
 from nanovgen.vae import VAE
 

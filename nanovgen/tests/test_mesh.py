@@ -332,3 +332,19 @@ def test_elements_sent_are_the_headers_formulas(on_ranks, p):
     for rank, found in enumerate(on_ranks(p, work, SECONDS.get(p, 30))):
         for name, sent in found:
             assert sent == wanted[name], (rank, name)
+
+
+@pytest.mark.parametrize("heads", [(24, 24, 24), (10, 2, 2), (20, 20, 4)])
+def test_ulysses_refuses_by_itself(on_ranks, heads):
+    """A head is not split, whoever calls the scheme: 24 heads, 2 or 4 key heads on 5 ranks. (20 and 10 query heads fit.)"""
+
+    def work() -> str:
+        m = mesh.open_mesh(CPU, {"ulysses": 5})
+        projections = [lambda h=h: torch.ones(1, 2, h, 4) for h in heads]
+        try:
+            plan.bind(ParallelConfig(ulysses_size=5), m, 10, attention.KERNELS["cpu"])(*projections)
+        except ValueError as error:
+            return str(error)
+
+    said = f"{min(heads)} heads do not split over ulysses 5; use {max(d for d in range(1, 5) if min(heads) % d == 0)}"
+    assert all(found.startswith(said) for found in on_ranks(5, work))
