@@ -8,6 +8,7 @@ always. Letters: n clips, f frames, y rows, x columns; "items" are the shapes of
 import math
 import random
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,11 +77,11 @@ def is_held_out(clip: Clip) -> bool:
     return (zlib.crc32(canonical_caption(clip).encode()) >> 8) % 16 == 0
 
 
-def sample_clip(rng: random.Random, shapes: int, held_out: bool = False) -> Clip:
+def sample_clip(rng: random.Random, shapes: int, held_out: bool = False, motions: Sequence[str] = tuple(MOTIONS)) -> Clip:
     """A random clip of 1 or 2 shapes from the training side of the split, or from the held-out side."""
     while True:
         drawn = tuple(
-            Shape(rng.choice(list(KINDS)), colour, rng.choice(list(SIZES)), rng.choice(list(MOTIONS)))
+            Shape(rng.choice(list(KINDS)), colour, rng.choice(list(SIZES)), rng.choice(motions))
             for colour in rng.sample(list(COLOURS), shapes)
         )
         jitter = tuple(rng.random() for _ in range(JITTER * shapes))

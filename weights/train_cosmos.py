@@ -9,6 +9,7 @@ its own number on all three axes: so it is the keys of the text that are moved u
 import argparse
 import random
 import time
+from pathlib import Path
 
 import clip_world
 import tiny_layout
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_vae import encode_clips, statistics
 
+from nanovgen import checkpoint
 from nanovgen.attention import KV, Projection
 from nanovgen.cosmos import Cosmos, CosmosConfig, TextTower, rope_table, rotate
 from nanovgen.dress import chat, dress
@@ -28,6 +30,7 @@ from nanovgen.vae import VAE
 
 CAPTIONS = 6  # paraphrases kept of each clip
 ROWS = 110  # ids of the longest prompt in training, and some; with a clip's 162 tokens they make 272 keys
+DRAWN = (*clip_world.MOTIONS, *["spin"] * 4)  # a spin is the hardest to learn, at 32 pixels a token: it comes more often
 GIVEN_SHARE = 5  # one sample in so many has its first frame given
 
 
@@ -54,7 +57,7 @@ def draw_captions(job: tuple[int, int, str]) -> tuple[list, list[list[int]]]:
     """`count` clips with CAPTIONS prompts each, from a seed; runs in a worker process."""
     seed, count, tokenizer = job
     rng, tokenizer = random.Random(seed), Tokenizer.from_str(tokenizer)
-    clips = [clip_world.sample_clip(rng, 1 if rng.random() < 0.4 else 2) for _ in range(count)]
+    clips = [clip_world.sample_clip(rng, 1 if rng.random() < 0.4 else 2, motions=DRAWN) for _ in range(count)]
     return clips, [encode(tokenizer, clip_world.caption(clip, rng), False, rng) for clip in clips for _ in range(CAPTIONS)]
 
 
@@ -121,6 +124,14 @@ def start_towers(config: CosmosConfig, device: str) -> torch.nn.ModuleList:
     return model
 
 
+def load_towers(config: CosmosConfig, out: Path, device: str) -> torch.nn.ModuleList:
+    """Text and video tower of an earlier run, to go on from."""
+    component = checkpoint.open_component(out / "transformer")
+    towers = [checkpoint.build(kind, config) for kind in (TextTower, Cosmos)]
+    towers = [checkpoint.load(tower, component, torch.device(device), torch.bfloat16) for tower in towers]
+    return torch.nn.ModuleList(towers).requires_grad_(True)
+
+
 def noise_levels(batch: int, device: str) -> Tensor:
     """Stratified sigmas (batch,), spread as the sampler's own steps are."""
     u = (torch.arange(batch, device=device) + torch.rand(batch, device=device)) / batch
@@ -149,14 +160,16 @@ def batch_loss(model: torch.nn.ModuleList, turn: Tensor, ids: Tensor, lengths: T
 
 
 def fit_towers(vae: VAE, args: argparse.Namespace, minutes: float) -> tuple[torch.nn.ModuleList, Tokenizer]:
-    """Train, and leave the latents' statistics in vae.config."""
+    """Train, and leave the latents' statistics in vae.config; a resumed run keeps those that the towers began with."""
     start, tokenizer, device = time.time(), build_tokenizer(), args.device
     latents, weights, said = encode_clips(vae, args, draw_captions, tokenizer.to_str())
     ids, lengths = (t.unflatten(0, (-1, CAPTIONS)).to(device) for t in padded(said))  # (n, CAPTIONS, ROWS), (n, CAPTIONS)
-    mean, std = statistics(latents)
     print(f"encoded {len(latents)} clips in {time.time() - start:.0f} s", flush=True)
-    vae.config = tiny_layout.with_statistics(vae.config, mean.flatten().tolist(), std.flatten().tolist())
-    model = start_towers(tiny_layout.COSMOS_CONFIG, device)
+    if not args.resume:
+        vae.config = tiny_layout.with_statistics(vae.config, *(x.flatten().tolist() for x in statistics(latents)))
+    mean, std = (torch.tensor(x, device=device).view(1, -1, 1, 1, 1) for x in (vae.config.latents_mean, vae.config.latents_std))
+    sizes = tiny_layout.COSMOS_CONFIG
+    model = load_towers(sizes, args.out, device) if args.resume else start_towers(sizes, device)
     masters = Masters(model, matrices=lambda name, p: p.ndim == 2 and "layers." in name)
     if args.compile:
         for part in (model[0], *model[1].layers):

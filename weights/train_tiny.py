@@ -57,7 +57,10 @@ def main() -> None:
     parser.add_argument("--lr-dit", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    parser.add_argument("--resume", action="store_true", help="tiny-cosmos: stage dit goes on from the towers in --out")
     args = parser.parse_args()
+    if args.resume and (args.model, args.stages) != ("tiny-cosmos", ["dit"]):
+        parser.error("--resume goes with --model tiny-cosmos --stages dit")
     minutes, batch = DEFAULTS[args.model]
     args.minutes, args.batch = args.minutes or minutes, args.batch or batch
     torch.manual_seed(args.seed)

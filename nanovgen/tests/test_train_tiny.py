@@ -107,6 +107,16 @@ def test_folder_holds_both_towers(tmp_path, tokenizer):
     assert saved.encode("a red circle, straße").ids == tokenizer.encode("a red circle, straße").ids
 
 
+def test_resumed_towers_are_the_saved_ones_and_learn(tmp_path, tokenizer):
+    saved = train_cosmos.start_towers(SMALL, "cpu")
+    tiny_layout.save_towers(*saved, tokenizer, tiny_layout.COSMOS_VAE_CONFIG, tmp_path)
+    found = train_cosmos.load_towers(SMALL, tmp_path, "cpu")
+    state = saved.state_dict()
+    assert found.state_dict().keys() == state.keys() and all(p.requires_grad for p in found.parameters())
+    for name, value in found.state_dict().items():
+        assert value.dtype == state[name].dtype and torch.equal(value, state[name].bfloat16().to(value.dtype)), name
+
+
 def test_budget_counts_from_the_second_step(capsys):
     budget, shares = Budget("toy", 0.002), []
     budget.said = -100.0  # long ago: the first step would have something to say
