@@ -23,6 +23,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from nanovgen.fp8 import quantize
+
 aten = torch.ops.aten
 Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Projection = Callable[[], Tensor]  # what a model hands a scheme: gives q, k or v of this rank's tokens, when called
@@ -94,7 +96,16 @@ def _fa3(q: Tensor, k: Tensor, v: Tensor, **descale: Tensor) -> tuple[Tensor, Te
 
 
 def _fa3_fp8(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    (q, q_descale), (k, k_descale), (v, v_descale) = (to_fp8(x, k.shape[1]) for x in (q, k, v))
+    return _fa3_rounded(by_heads, q, k, v)
+
+
+def _fa3_fp8_compiled(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """In one pass over q, k and v each where eager torch needs three."""
+    return _fa3_rounded(torch.compile(by_heads, dynamic=False), q, k, v)
+
+
+def _fa3_rounded(rounding: Callable, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    (q, q_descale), (k, k_descale), (v, v_descale) = (rounding(x, k.shape[1]) for x in (q, k, v))
     return _fa3(q, k, v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
 
 
@@ -107,17 +118,27 @@ def tokens_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-def to_fp8(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """x (b, H, s, d) in units of its largest number / 448, and these units (b, groups) fp32: one for each key head's group."""
-    largest = torch.linalg.vector_norm(x, math.inf, dim=(2, 3)).float().unflatten(1, (groups, -1)).amax(2)
-    unit = largest.clamp(min=torch.finfo(torch.float32).tiny) / torch.finfo(torch.float8_e4m3fn).max
-    inverse = (1 / unit).to(x.dtype).repeat_interleave(x.shape[1] // groups, dim=1)
-    return (x * inverse[:, :, None, None]).to(torch.float8_e4m3fn), unit
+def by_heads(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """x (b, H, s, d) in float8, and its units (b, groups) fp32: one for each key head's group of heads."""
+    rounded, unit = quantize(x.unflatten(1, (groups, -1)), (2, 3, 4))
+    return rounded.flatten(1, 2), unit.flatten(1)
+
+
+def find_kernel(name: str, compiled: bool = False) -> Kernel:
+    """A kernel by its name; `compiled`: with what it does in torch compiled."""
+    return _fa3_fp8_compiled if (name, compiled) == ("fa3-fp8", True) else KERNELS[name]
 
 
 KERNELS: dict[str, Kernel] = {"cpu": _cpu, "flash": _flash, "cudnn": _cudnn, "efficient": _efficient, "fa2": _fa2, "fa3": _fa3,
                               "fa4": _fa4, "fa3-fp8": _fa3_fp8}  # fmt: skip
-GROUPED = {_cpu, _fa2, _fa3, _fa3_fp8, _fa4}  # take fewer key heads than query heads; for the others they are repeated
+GROUPED = {
+    _cpu,
+    _fa2,
+    _fa3,
+    _fa3_fp8,
+    _fa3_fp8_compiled,
+    _fa4,
+}  # take fewer key heads than query heads; for the others they are repeated
 # Kernels that are installed apart from torch: their modules, the first that is there; the cards' capabilities.
 MODULES = {"fa2": ("flash_attn",), "fa3": ("fa3_fwd_interface", "flash_attn_interface"), "fa4": ("flash_attn.cute",)}
 CARDS = {"fa2": range(8, 13), "fa3": (9,), "fa4": (9, 10)}

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovgen import attention, cfg, checkpoint, compiled, launch, mesh, plan, tp, ulysses, vae_parallel
+from nanovgen import attention, cfg, checkpoint, compiled, fp8, launch, mesh, plan, tp, ulysses, vae_parallel
 from nanovgen.cosmos import Cosmos
 from nanovgen.floor import Bench, Clock, alone, floor, flops
 from nanovgen.job import CONFIGS, place
@@ -60,18 +60,29 @@ def random_weights(model: nn.Module, device: torch.device, dtype: torch.dtype) -
 def make_model(bench: Bench, axis: Axis = Axis("tp")) -> nn.Module:
     kind = Wan if isinstance(bench.config, WanConfig) else Cosmos
     model = random_weights(tp.split(checkpoint.build(kind, bench.config), axis), bench.device, bench.dtype)
-    return compiled.compile_blocks(model) if bench.compile and axis.size == 1 else model  # compiled.py refuses tp
+    if bench.quant == "FP8" and axis.size == 1:  # fp8.py refuses tp
+        fp8.quantize_linears(model)
+    return (
+        compiled.compile_blocks(model, compiled.SEARCHED) if bench.compile and axis.size == 1 else model
+    )  # compiled.py refuses tp
 
 
 def make_context(bench: Bench, model: nn.Module, tp_size: int) -> object:
     """Of a random text: Wan reads its states, Cosmos3 the keys and values that its text tower would have left."""
-    random = partial(torch.randn, device=bench.device, dtype=bench.dtype)
+    generator = torch.Generator(bench.device).manual_seed(0)
+    random = partial(torch.randn, device=bench.device, dtype=bench.dtype, generator=generator)
     if isinstance(model, Wan):
         return model.context(random(1, bench.text, bench.config.text_dim), *bench.latent)
     c = bench.config
     shape = (1, bench.text, c.num_key_value_heads // tp_size, c.head_dim)
     prefix = [(random(shape), random(shape)) for _ in range(c.num_hidden_layers)]
     return model.context(prefix, *bench.latent, bench.preset.fps)
+
+
+def latents(bench: Bench) -> Tensor:
+    channels = bench.config.in_channels if isinstance(bench.config, WanConfig) else bench.config.latent_channel
+    x = torch.randn(1, channels, *bench.latent, generator=torch.Generator().manual_seed(0))
+    return x.to(bench.device, bench.dtype)
 
 
 def staged(attend: plan.Attend, clock: Clock, spans: dict[str, list]) -> plan.Attend:
@@ -92,7 +103,7 @@ def staged(attend: plan.Attend, clock: Clock, spans: dict[str, list]) -> plan.At
 def time_turns(bench: Bench, parallel: ParallelConfig, m: Mesh, turn: Callable[[plan.Attend], object]) -> dict:
     """Medians in seconds over this rank's timed turns, by stage; what one sent; graphs compiled in them; peak memory."""
     clock, rows = Clock(bench.device), []
-    attend = plan.bind(parallel, m, bench.work.tokens, attention.KERNELS[bench.kernel])
+    attend = plan.bind(parallel, m, bench.work.tokens, attention.find_kernel(bench.kernel, bench.compile))
     for _ in range(bench.warmup):
         turn(attend)
     graphs = compiled.graphs() if bench.compile else 0
@@ -126,13 +137,11 @@ def bench_recipe(bench: Bench, parallel: ParallelConfig, model: nn.Module | None
     m = mesh.open_mesh(bench.device, plan.degrees(parallel))
     model = make_model(bench, m.tp) if parallel.tp_size > 1 else model
     context = make_context(bench, model, parallel.tp_size)
-    channels = bench.config.in_channels if isinstance(model, Wan) else bench.config.latent_channel
-    x = torch.randn(1, channels, *bench.latent, generator=torch.Generator().manual_seed(0)).to(bench.device, bench.dtype)
-    t = torch.tensor([500], device=bench.device)
+    x, t = latents(bench), torch.tensor([500], device=bench.device)
     turn = lambda attend: cfg.run_streams(lambda _: model(x, t, context, attend, m.seq), parallel.cfg_size, m.cfg)  # noqa: E731
     found = time_turns(bench, parallel, m, turn)
     if profile and bench.device.type == "cuda":
-        attend = plan.bind(parallel, m, bench.work.tokens, attention.KERNELS[bench.kernel])
+        attend = plan.bind(parallel, m, bench.work.tokens, attention.find_kernel(bench.kernel, bench.compile))
         found["seconds"]["GPU idle in a profiled turn"] = idle(lambda: turn(attend))
     ranks = [found["seconds"]] if m.world.size == 1 else mesh.gather_objects(found["seconds"])
     found["seconds"] = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
@@ -218,18 +227,48 @@ def bench_peer(bench: Bench, model: nn.Module) -> dict | str:
     ours = model(x, t, model.context(text, *bench.latent), plan.bind(ParallelConfig(), Mesh(), work.tokens,
                                                                      attention.KERNELS[bench.kernel]))  # fmt: skip
     found = {"version": theirs_of.__version__, "kernel": best, "difference": ((run() - ours).norm() / ours.norm()).item()}
-    found["eager"] = alone(run, bench.device, bench.steps)
-    if bench.compile:
-        peer.compile_repeated_blocks(dynamic=False)
-        found["compiled"] = alone(run, bench.device, bench.steps)
+    ways = {"eager": False, "compiled": True} if bench.compile else {"eager": False}
+    for name, blocks in ways.items():
+        if blocks:
+            peer.compile_repeated_blocks(dynamic=False)
+        found[name] = alone(run, bench.device, bench.steps)
+    if bench.kernel not in ("cudnn", "flash", "cpu"):  # and on our kernel, which it does not bring
+        kernel, wan = attention.KERNELS[bench.kernel], importlib.import_module(type(peer).__module__)
+        wan.dispatch_attention_fn = lambda q, k, v, **_: attention.attention(q, k, v, kernel)[0]
+        found |= {f"{name} with {bench.kernel}": alone(run, bench.device, bench.steps) for name in list(ways)[-1:]}
     return found
 
 
-def bench_vae(bench: Bench, chunks: list[int], world: int) -> list[dict]:
-    """Decoding the clip's latents in fp32, a chunk size at a time, on one rank and by strips on all of them."""
-    vae = random_weights(checkpoint.build(VAE, VAEConfig(**bench.preset.vae)), bench.device, torch.float32)
+def peer_vae(bench: Bench, vae: VAE, z: Tensor) -> dict | str:
+    """diffusers' decode of the same latents by the same weights, a latent frame at a time, as it does always."""
+    try:
+        theirs_of = importlib.import_module("diffusers")
+    except ImportError:
+        return "diffusers is not installed"
+    if vae.config.is_residual:
+        return "diffusers' VAE is timed at Wan 2.1's sizes only"
+    with torch.device("meta"):
+        peer = theirs_of.AutoencoderKLWan()
+    peer.load_state_dict({vae.hub_name(name): value for name, value in vae.state_dict().items()}, assign=True)
+    mean, std = (torch.tensor(x, device=z.device).view(1, -1, 1, 1, 1) for x in (vae.config.latents_mean, vae.config.latents_std))
+    raw, gpu = (z * std + mean).to(bench.vae_dtype), bench.device.type == "cuda"
+    run = lambda: peer.decode(raw, return_dict=False)[0]  # noqa: E731
+    ours = torch.cat(list(vae.decode(z, 1)), dim=2)
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    difference = ((run() - ours).norm() / ours.norm()).item()
+    return {"version": theirs_of.__version__, "difference": difference, "seconds": alone(run, bench.device, bench.steps),
+            "peak_bytes": torch.cuda.max_memory_allocated() if gpu else None}  # fmt: skip
+
+
+def bench_vae(bench: Bench, chunks: list[int], world: int, peer: bool) -> tuple[list[dict], dict | str | None]:
+    """Decoding the clip's latents, a chunk size at a time, on one rank and by strips on all of them; and diffusers' decode."""
+    vae = random_weights(checkpoint.build(VAE, VAEConfig(**bench.preset.vae)), bench.device, bench.vae_dtype)
     z = torch.randn(1, bench.preset.latent[0], *bench.latent, generator=torch.Generator().manual_seed(0)).to(bench.device)
     meshes, found = {1: Mesh()}, []
+    theirs = peer_vae(bench, vae, z) if peer and world == 1 else None
+    if bench.compile:
+        compiled.compile_blocks(vae)
     if world > 1:
         meshes[world] = mesh.open_mesh(bench.device, {"ulysses": world}, vae=world)
     for degree, m in meshes.items():
@@ -240,7 +279,7 @@ def bench_vae(bench: Bench, chunks: list[int], world: int) -> list[dict]:
             seconds = alone(decode, bench.device, bench.steps)
             peak = torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else None
             found.append({"ranks": degree, "chunk": chunk, "seconds": seconds, "peak_bytes": peak})
-    return found
+    return found, theirs
 
 
 def bench_exchange(device: torch.device, dtype: torch.dtype, world: int, shape: dict, repeats: int) -> dict[str, dict]:
@@ -283,6 +322,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--text", type=int, help="rows of text: 512 for Wan, 1554 for Cosmos3")
     p.add_argument("--recipe", default="1gpu", help="as in run.py")
     p.add_argument("--attention", default="auto", help="as in run.py")
+    p.add_argument("--quant", default="none", choices=["none", "FP8"], help="as in run.py")
+    p.add_argument("--vae-dtype", default="float32", choices=["float32", "bfloat16"], help="of the decode")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="as in run.py")
     p.add_argument("--steps", type=int, default=3, help="timed turns")
     p.add_argument("--warmup", type=int, default=1, help="turns before them")
@@ -317,7 +358,11 @@ def make_bench(args: argparse.Namespace) -> Bench:
     config = CONFIGS[preset.family](**preset.transformer)
     if args.layers is not None:
         config = replace(config, **{"num_layers" if preset.family == "wan" else "num_hidden_layers": args.layers})
-    return Bench(preset, config, latent, text, device, dtype, kernel, enable, args.steps, args.warmup)
+    fp8.check(args.quant, 1, device, dtype)
+    if args.peer and args.quant != "none":
+        raise ValueError("--peer runs on our very weights, and --quant rounds them; leave one out")
+    return Bench(preset, config, latent, text, device, dtype, kernel, enable, args.steps, args.warmup, args.quant,
+                 getattr(torch, args.vae_dtype))  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -355,21 +400,21 @@ def run_rank(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig
 def measure(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig], world: int, say: Callable) -> dict:
     n, gpu = PEAK[bench.device.type], bench.device.type == "cuda"
     a = torch.randn(n, n, device=bench.device, dtype=bench.dtype)
-    peak = 2 * n**3 / alone(lambda: a @ a, bench.device, 10) / 1e12
+    cool, peak = (2 * n**3 / alone(lambda: a @ a, bench.device, 10, hot) / 1e12 for hot in (0, 1))
     card = torch.cuda.get_device_name() if gpu else "cpu"
-    report = {"torch": torch.__version__, "device": card, "world": world, "peak_tflops": peak, "argv": sys.argv[1:], "rows": []}
-    say(
-        f"device    {card}, {world} ranks, torch {torch.__version__}; a {n}^3 product of {bench.dtype} runs at {peak:.1f} TFLOP/s"
-    )
+    report = {"torch": torch.__version__, "device": card, "world": world, "peak_tflops": peak, "cool_tflops": cool,
+              "argv": sys.argv[1:], "rows": []}  # fmt: skip
+    say(f"device    {card}, {world} ranks, torch {torch.__version__}; a {n}^3 product of {bench.dtype} runs at {cool:.1f} "
+        f"TFLOP/s, and at {peak:.1f} after a second of it")  # fmt: skip
     if args.denoise:
         work, way = bench.work, "compiled" if bench.compile else "eager"
         say(f"model     {args.model}, {work.layers} layers, latents {bench.latent}, {work.tokens} tokens, {bench.text} rows "
             f"of text; kernel {bench.kernel}, {way}")  # fmt: skip
         attention.prove(attention.KERNELS[bench.kernel], bench.device, bench.dtype, bench.work.head_dim)
-        if bench.kernel == "fa3-fp8":
-            report["fp8_error"] = fp8_error(bench)
-            say(f"fp8       off by {report['fp8_error']:.2e} of bfloat16's output, on 4096 random tokens")
         whole = make_model(bench) if any(p.tp_size == 1 for p in chosen) else None
+        if (bench.kernel, bench.quant) != (bench.kernel.removesuffix("-fp8"), "none"):
+            report["fp8_error"] = fp8_error(bench, whole)
+            say(f"fp8       the forward is off by {report['fp8_error']:.2e} of that without float8")
         for parallel in chosen:
             try:
                 plan.check(parallel, world, bench.work)
@@ -385,10 +430,12 @@ def measure(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig]
         whole = None
         gc.collect()
     if args.vae:
-        report["vae"] = bench_vae(bench, args.chunks, world)
+        report["vae"], report["vae_peer"] = bench_vae(bench, args.chunks, world, bool(args.peer))
         for row in report["vae"]:
             memory = f", {row['peak_bytes'] / 1e9:.1f} GB" if gpu else ""
-            say(f"decode    {row['ranks']} ranks, chunk {row['chunk']}: {row['seconds']:.3f} s{memory}")
+            say(f"decode    {row['ranks']} ranks, chunk {row['chunk']}, {args.vae_dtype}: {row['seconds']:.3f} s{memory}")
+        if report["vae_peer"]:
+            say(f"diffusers {report['vae_peer']}")
     if args.exchange:
         shape = ARTICLE | {"tokens": args.exchange_tokens}
         report["exchange"] = bench_exchange(bench.device, bench.dtype, world, shape, 50 if gpu else bench.steps)
@@ -397,12 +444,16 @@ def measure(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig]
     return report
 
 
-def fp8_error(bench: Bench) -> float:
-    """Of fa3-fp8's output against the default kernel's."""
-    q, k, v = (torch.randn(1, 4096, h, bench.work.head_dim, device=bench.device, dtype=bench.dtype)
-               for h in (bench.work.heads, bench.work.kv_heads, bench.work.kv_heads))  # fmt: skip
-    wanted, found = attention.attention(q, k, v)[0], attention.attention(q, k, v, attention.KERNELS["fa3-fp8"])[0]
+def fp8_error(bench: Bench, model: nn.Module) -> float:
+    """Relative, of a forward as asked for, against one with the same weights unrounded and the kernel without float8."""
+    exact = replace(bench, quant="none", kernel=bench.kernel.removesuffix("-fp8"))
+    found, wanted = forward(bench, model), forward(exact, model if bench.quant == "none" else make_model(exact))
     return ((found - wanted).norm() / wanted.norm()).item()
+
+
+def forward(bench: Bench, model: nn.Module) -> Tensor:
+    attend = plan.bind(ParallelConfig(), Mesh(), bench.work.tokens, attention.find_kernel(bench.kernel, bench.compile))
+    return model(latents(bench), torch.tensor([500], device=bench.device), make_context(bench, model, 1), attend)
 
 
 def describe(name: str, row: dict, say: Callable) -> None:

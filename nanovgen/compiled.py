@@ -13,6 +13,8 @@ Refuses  tensor parallelism: its all-reduces lie inside these methods.
 import torch
 from torch import nn
 
+SEARCHED = {"coordinate_descent_tuning": True}  # tile sizes are searched: norms over 5120 channels get a quarter faster
+
 
 def check(enable: bool, tp_size: int) -> None:
     """Raises ValueError where the local math of a block is not local."""
@@ -21,11 +23,15 @@ def check(enable: bool, tp_size: int) -> None:
                          "set enable to false, or tp_size to 1")  # fmt: skip
 
 
-def compile_blocks(model: nn.Module) -> nn.Module:
-    """Put the compiled methods in the place of each block's own; nothing is compiled before it is first called."""
+def compile_blocks(model: nn.Module, options: dict | None = None) -> nn.Module:
+    """Put the compiled methods in the place of each block's own; nothing is compiled before it is first called.
+
+    SEARCHED pays for a denoiser, which has few shapes and many steps; a VAE has dozens, and would search for minutes.
+    """
+    torch._dynamo.config.recompile_limit = 64  # shapes a method: a VAE's have about 20, and beyond 8 torch would give up
     for module in model.modules():
         for name in getattr(module, "LOCAL", ()):
-            setattr(module, name, torch.compile(getattr(module, name), dynamic=False))
+            setattr(module, name, torch.compile(getattr(module, name), dynamic=False, options=options))
     return model
 
 

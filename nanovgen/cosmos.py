@@ -161,6 +161,8 @@ class SwiGLU(nn.Module):
 class Layer(nn.Module):
     """The same in both towers; they differ in what `attend` lets a token see."""
 
+    FP8 = ("self_attn.to_q", "self_attn.to_k", "self_attn.to_v", "self_attn.to_out", "mlp.gate_proj", "mlp.up_proj",
+           "mlp.down_proj")  # for fp8.py  # fmt: skip
     LOCAL = ("before", "q", "k", "v", "last")  # what torch.compile takes (compiled.py): no rank talks to another in them
 
     def __init__(self, c: CosmosConfig):

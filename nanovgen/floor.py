@@ -5,7 +5,8 @@
     floor       this rank's matrices and attention passes, each timed alone on its own shape, and added up
 
 Nothing that is made of these kernels can be faster; what a forward takes beyond its floor are norms, rotation, gating,
-exchanges and the host.
+exchanges and the host. A GPU under load lowers its clocks to stay within its power limit (an H200's matrix product falls from
+787 to 679 TFLOP/s within a second): so a kernel alone is timed only after it has run for HOT seconds, as warm as in a forward.
 """
 
 from collections.abc import Callable
@@ -16,13 +17,15 @@ from time import perf_counter
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
-from nanovgen import attention, plan
+from nanovgen import attention, fp8, plan
 from nanovgen.cosmos import CosmosConfig
 from nanovgen.recipe import ParallelConfig, Preset
 from nanovgen.wan import WanConfig
 
 Config = WanConfig | CosmosConfig
+HOT = 0.4  # seconds
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Bench:
     compile: bool
     steps: int
     warmup: int
+    quant: str = "none"  # or FP8: of the blocks' matrices
+    vae_dtype: torch.dtype = torch.float32
 
     @property
     def work(self) -> plan.Work:
@@ -67,10 +72,13 @@ class Clock:
         return start.elapsed_time(end) / 1e3 if self.gpu else end - start
 
 
-def alone(f: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
-    """Median seconds of f() by itself, once warm."""
-    clock, marks = Clock(device), []
+def alone(f: Callable[[], object], device: torch.device, repeats: int = 3, hot: float = 0.0) -> float:
+    """Median seconds of f() by itself, once it has run, on a GPU for `hot` seconds."""
+    clock, marks, began = Clock(device), [], perf_counter()
     f()
+    while clock.gpu and perf_counter() - began < hot:
+        f()
+        clock.sync()
     for _ in range(repeats):
         clock.sync()
         start = clock.mark()
@@ -103,6 +111,13 @@ def flops(bench: Bench) -> dict[str, int]:
     } | ({"cross-attention": a_key * bench.text} if wan else {})
 
 
+def product_of(layer: nn.Linear, x: Tensor) -> Callable[[], Tensor]:
+    """The float8 product of a layer alone: what it takes is rounded already."""
+    rounded = fp8.Fp8Linear(layer)
+    x8, unit = fp8.quantize(x, (1,))
+    return lambda: rounded.product(x8, unit, x.dtype)
+
+
 def floor(bench: Bench, parallel: ParallelConfig) -> dict[str, float]:
     """Seconds of this recipe's matrices and attention passes on one rank of full chunks, each alone."""
     work, p, (rows, columns) = bench.work, parallel, parallel.attn2d_size
@@ -112,12 +127,15 @@ def floor(bench: Bench, parallel: ParallelConfig) -> dict[str, float]:
     found = {"linears": 0.0}
     for i, o, count in matrices(bench.config, p.tp_size):
         x, w = random(s, i), random(o, i)
-        found["linears"] += count * alone(lambda x=x, w=w: F.linear(x, w), bench.device)
-    wan, kernel = isinstance(bench.config, WanConfig), attention.KERNELS[bench.kernel]
+        layer = nn.Linear(i, o, bias=False, device="meta")
+        layer.weight = nn.Parameter(w, requires_grad=False)
+        product = product_of(layer, x) if bench.quant == "FP8" and count > 1 else partial(F.linear, x, w)
+        found["linears"] += count * alone(product, bench.device, hot=HOT if count > 1 else 0)
+    wan, kernel = isinstance(bench.config, WanConfig), attention.find_kernel(bench.kernel, bench.compile)
     keys = block * rows + (0 if wan else bench.text // (columns * p.ring_size))  # every query sees the prefix once
     q = random(1, block * columns, work.heads // spread, work.head_dim)
     k = random(1, keys, work.kv_heads // spread, work.head_dim)
-    found["attention"] = work.layers * p.ring_size * alone(lambda: attention.attention(q, k, k, kernel), bench.device)
+    found["attention"] = work.layers * p.ring_size * alone(lambda: attention.attention(q, k, k, kernel), bench.device, hot=HOT)
     if wan:
         q = random(1, s, work.heads // p.tp_size, work.head_dim)
         k = random(1, bench.text, work.heads // p.tp_size, work.head_dim)

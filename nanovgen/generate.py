@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanovgen import attention, cfg, checkpoint, compiled, mesh, plan, scheduler, summary, tp, vae_parallel, video
+from nanovgen import attention, cfg, checkpoint, compiled, fp8, mesh, plan, scheduler, summary, tp, vae_parallel, video
 from nanovgen.cosmos import Cosmos
 from nanovgen.job import Job, find_preset, warm_jobs
 from nanovgen.recipe import Request, parse_size
@@ -141,7 +141,8 @@ def split_dim(job: Job) -> int:
 
 def velocity(job: Job, model: nn.Module, x: Tensor, t: int, contexts: dict[int, NamedTuple]) -> Tensor:
     """Guided velocity, fp32, the same on every rank; guidance 1 runs the prompt alone."""
-    attend = plan.bind(job.recipe.parallel_config, job.mesh, job.tokens, attention.KERNELS[job.kernel])
+    attend = plan.bind(job.recipe.parallel_config, job.mesh, job.tokens,
+                       attention.find_kernel(job.kernel, job.recipe.torch_compile_config.enable))  # fmt: skip
     x, time, guidance = x.to(job.dtype), torch.tensor([t], device=x.device), job.guidance(t)
     streams = 1 if guidance == 1 else 2
     found = cfg.run_streams(lambda i: model(x, time, contexts[i], attend, job.mesh.seq), streams, job.mesh.cfg)
@@ -158,9 +159,17 @@ def make_context(job: Job, model: Wan | Cosmos, text: Text) -> NamedTuple:
 def denoise(job: Job, texts: dict[int, Text], condition: Tensor | None, stages: Stages) -> Tensor:
     """Latents (1, c, f, y, x), fp32 on the device."""
     experts = {part: load(job, part, stages) for part in job.models if part.startswith("transformer")}
+    if job.recipe.quant_config.quant_algo == "FP8":
+        for model in experts.values():
+            fp8.quantize_linears(model)
     if enabled := job.recipe.torch_compile_config.enable:
         with stages("warm-up"):
-            warm_up(job, {part: compiled.compile_blocks(model) for part, model in experts.items()}, texts, condition)
+            warm_up(
+                job,
+                {part: compiled.compile_blocks(model, compiled.SEARCHED) for part, model in experts.items()},
+                texts,
+                condition,
+            )
         stages.graphs = -compiled.graphs()
     with stages("denoise"):
         contexts = {part: {i: make_context(job, model, text) for i, text in texts.items()} for part, model in experts.items()}
@@ -244,6 +253,8 @@ def read_latents(job: Job) -> Tensor:
 def decode(job: Job, latents: Tensor, stages: Stages) -> None:
     """Decode on the ranks of the parallel VAE; the first of them, rank 0, writes the MP4 and the contact sheet."""
     vae = load(job, "vae", stages)
+    if job.recipe.torch_compile_config.vae:
+        compiled.compile_blocks(vae)
     chunks = vae_parallel.decode(vae, latents, job.request.chunk or None, job.mesh.vae, split_dim(job))
     if job.mesh.world.rank > 0:
         with stages("decode"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nanovgen import attention, compiled, dress, plan, scheduler, video
+from nanovgen import attention, compiled, dress, fp8, plan, scheduler, video
 from nanovgen.checkpoint import Component, build, check, locate, open_component
 from nanovgen.cosmos import Cosmos, CosmosConfig, TextTower
 from nanovgen.dress import ChatTokenizer
@@ -199,6 +199,7 @@ def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, 
     else:
         plan.check(recipe.parallel_config, world, job.work)
         compiled.check(recipe.torch_compile_config.enable, recipe.parallel_config.tp_size)
+        fp8.check(recipe.quant_config.quant_algo, recipe.parallel_config.tp_size, device, dtype)
         warm_jobs(job)
     return job
 

@@ -246,9 +246,17 @@ def latent_frames(frames: int) -> int:
 
 @dataclass(frozen=True)
 class TorchCompileConfig:
-    """The local math of each block through torch.compile (compiled.py)."""
+    """The local math of each block through torch.compile (compiled.py); of the VAE too, which pays from the second video on."""
 
     enable: bool = False
+    vae: bool = False
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """The blocks' matrices in float8 (fp8.py), or as they are."""
+
+    quant_algo: str = "none"  # or FP8
 
 
 @dataclass(frozen=True)
@@ -257,6 +265,7 @@ class Recipe:
     parallel_config: ParallelConfig = ParallelConfig()
     compilation_config: CompilationConfig = CompilationConfig()
     torch_compile_config: TorchCompileConfig = TorchCompileConfig()
+    quant_config: QuantConfig = QuantConfig()
 
 
 def read_recipe(name: str) -> Recipe:

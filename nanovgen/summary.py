@@ -19,7 +19,8 @@ def describe(job: Job) -> dict[str, str]:
         "video": f"{r.size}, {r.frames} frames at {r.fps} fps, {r.frames / r.fps:.2f} s, seed {r.seed}",
         **({"latents": r.latents} if r.latents else describe_denoising(job)),
         "ranks": describe_ranks(job),
-        "runs on": f"{job.device.type}, {job.dtype} (VAE {str(job.vae_dtype)[6:]}), attention kernel {job.kernel}{job.stand_in}",
+        "runs on": f"{job.device.type}, {job.dtype} (VAE {str(job.vae_dtype)[6:]}), attention kernel {job.kernel}{job.stand_in}"
+        + (", float8 matrices" if job.recipe.quant_config.quant_algo == "FP8" else ""),
         "needs": f"about {predicted_peak(job) / 1e9:.2f} GB on a device; {stored / 1e9:.2f} GB of weight files",
         "output": str(job.out),
     }

@@ -88,8 +88,9 @@ def rope_table(frames: int, rows: int, columns: int, head_dim: int) -> Tensor:
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Rotate the pairs (2j, 2j+1) of x (b, s, h, d) by rope (2, s, d/2), in fp32."""
     cos, sin = rope[:, None, :, None, :]  # each (1, s, 1, d/2)
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
+    cos, sin = torch.stack([cos, cos], dim=-1).flatten(-2), torch.stack([-sin, sin], dim=-1).flatten(-2)
+    other = x.float().unflatten(-1, (-1, 2)).flip(-1).flatten(-2)  # of a pair (a, b): (b, a)
+    return (x.float() * cos + other * sin).to(x.dtype)  # (a cos - b sin, b cos + a sin)
 
 
 def modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
@@ -126,6 +127,8 @@ class Block(nn.Module):
 
     COLUMN, ROW = ("mlp_up",), ("mlp_down",)
     LOCAL = ("before", "q", "k", "v", "between", "last")  # what torch.compile takes (compiled.py)
+    FP8 = ("self_attn.to_q", "self_attn.to_k", "self_attn.to_v", "self_attn.to_out", "cross_attn.to_q", "cross_attn.to_out",
+           "mlp_up", "mlp_down")  # what the clip's tokens pass, for fp8.py  # fmt: skip
 
     def __init__(self, config: WanConfig):
         super().__init__()

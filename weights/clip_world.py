@@ -157,18 +157,23 @@ def build_tokenizer() -> Tokenizer:
 
 def render(clips: list[Clip], device: torch.device | str, dtype: torch.dtype = torch.float32) -> Tensor:
     """Draw clips: (n, 3, f, y, x) in [-1, 1]."""
+    return draw(clips, device)[0].to(dtype)
+
+
+def masks(clips: list[Clip], device: torch.device | str) -> Tensor:
+    """How much of each pixel a shape covers: (n, f, y, x) in [0, 1]."""
+    return draw(clips, device)[1]
+
+
+def draw(clips: list[Clip], device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Both."""
     owner, cover = coverage(clips, device)
     behind = torch.tensor([BACKGROUNDS[clip.background] for clip in clips], device=device) / 127.5 - 1
     colour = torch.tensor([COLOURS[shape.colour] for clip in clips for shape in clip.shapes], device=device) / 127.5 - 1
     contrast = (colour - behind[owner])[:, :, None, None, None]
     video = behind[:, :, None, None, None].repeat(1, 1, FRAMES, HEIGHT, WIDTH)
-    return video.index_add_(0, owner, contrast * cover[:, None]).clamp_(-1, 1).to(dtype)
-
-
-def masks(clips: list[Clip], device: torch.device | str) -> Tensor:
-    """How much of each pixel a shape covers: (n, f, y, x) in [0, 1]."""
-    owner, cover = coverage(clips, device)
-    return cover.new_zeros(len(clips), FRAMES, HEIGHT, WIDTH).index_add_(0, owner, cover)
+    video.index_add_(0, owner, contrast * cover[:, None]).clamp_(-1, 1)
+    return video, cover.new_zeros(len(clips), FRAMES, HEIGHT, WIDTH).index_add_(0, owner, cover)
 
 
 def coverage(clips: list[Clip], device: torch.device | str) -> tuple[Tensor, Tensor]:

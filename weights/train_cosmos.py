@@ -28,9 +28,9 @@ from nanovgen.cosmos import Cosmos, CosmosConfig, TextTower, rope_table, rotate
 from nanovgen.dress import chat, dress
 from nanovgen.vae import VAE
 
-CAPTIONS = 6  # paraphrases kept of each clip
+CAPTIONS = 4  # paraphrases kept of each clip
 ROWS = 110  # ids of the longest prompt in training, and some; with a clip's 162 tokens they make 272 keys
-DRAWN = (*clip_world.MOTIONS, *["spin"] * 4)  # a spin is the hardest to learn, at 32 pixels a token: it comes more often
+DRAWN = (*clip_world.MOTIONS, *["spin"] * 2)  # a spin is the hardest to learn, at 32 pixels a token: it comes more often
 GIVEN_SHARE = 5  # one sample in so many has its first frame given
 
 

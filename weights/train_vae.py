@@ -42,8 +42,8 @@ def start_vae(config: VAEConfig, device: str) -> VAE:
 
 def crops(clips: list, rng: random.Random, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Video (n, 3, 17, 64, 64) and coverage (n, 1, 17, 64, 64) of windows around a shape."""
-    video, cover = clip_world.render(clips, device), clip_world.masks(clips, device)[:, None]
-    both = torch.cat([video, cover], dim=1)
+    video, cover = clip_world.draw(clips, device)
+    both = torch.cat([video, cover[:, None]], dim=1)
     x, y = clip_world.paths(clips)[:2]  # (items, f)
     windows, item = [], 0
     for n, clip in enumerate(clips):
@@ -97,7 +97,8 @@ def fit_vae(vae: VAE, args: argparse.Namespace, minutes: float, whole: bool) -> 
     for progress in budget:
         clips = [clip_world.sample_clip(rng, rng.choice((1, 2))) for _ in range(max(1, args.vae_batch // (8 if whole else 1)))]
         if whole:
-            loss, square = decoder_loss(vae, clip_world.render(clips, device), clip_world.masks(clips, device)[:, None])
+            video, cover = clip_world.draw(clips, device)
+            loss, square = decoder_loss(vae, video, cover[:, None])
         else:
             loss, square = vae_loss(vae, *crops(clips, rng, device))
         loss.backward()
@@ -118,9 +119,8 @@ def encode_clips(vae: VAE, args: argparse.Namespace, draw: Callable, *extra: obj
         for clips, texts in pool.imap(draw, jobs):
             said += texts
             for i in range(0, len(clips), 64):
-                part = clips[i : i + 64]
-                latents.append(vae.moments(clip_world.render(part, args.device).bfloat16(), chunk=None)[0])
-                cover = clip_world.masks(part, args.device)
+                video, cover = clip_world.draw(clips[i : i + 64], args.device)
+                latents.append(vae.moments(video.bfloat16(), chunk=None)[0])
                 still, moving = cover[:, :1], cover[:, 1:].unflatten(1, (-1, 4)).amax(2)
                 weights.append(F.max_pool2d(torch.cat([still, moving], 1), vae.config.scale)[:, None].bfloat16())
     return torch.cat(latents), torch.cat(weights), said
