@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanovgen import cost
+from nanovgen import cost, plan
 from nanovgen.job import CONFIGS
 from nanovgen.machines import B200, GB200, Machine
 from nanovgen.recipe import PRESETS, ParallelConfig
@@ -121,14 +121,18 @@ def least_squares(start: list[float], errors: Callable[[list[float]], list[float
 
 
 def fit(rows: list[Row]) -> Machine:
-    """GB200's attention rate, link and least ring step, from these rows alone. The ring step starts above all passes, where it is felt."""
+    """GB200's attention rate, link and least ring step, from these rows alone.
+
+    The ring step starts longer than any row's pass: below one, it changes no time, and nothing would move it.
+    """
     start = [1000e12, 450e9, 2e-3]  # 0.4 of the data sheet's peak; half of NVLink's
     errors = lambda values: [math.log(denoise(row, of_steps(values)) / row.seconds) for row in rows]  # noqa: E731
     return of_steps(least_squares(start, errors))
 
 
 def fit_decode() -> Machine:
-    errors = lambda v: [math.log(cost.decode_seconds(of_decode(v), load("wan2.2-t2v-a14b"), n) / DECODE[n]) for n in DECODE]  # noqa: E731
+    wan = load("wan2.2-t2v-a14b")
+    errors = lambda values: [math.log(cost.decode_seconds(of_decode(values), wan, n) / DECODE[n]) for n in DECODE]  # noqa: E731
     return of_decode(least_squares([100e12, 1e-3, 1e-5], errors))
 
 
@@ -143,9 +147,9 @@ def held_back() -> list[float]:
 
 def line(row: Row, found: float, held: str = "") -> str:
     model, machine = ("Wan" if "wan" in row.model else "Cosmos3"), row.machine.split("-")[0]
-    name = f"{model} {cost.plan.name_of(row.parallel)}" + (f" vae{n}" if (n := row.parallel.parallel_vae_size) > 1 else "")
-    return (f"{machine:6} {row.parallel.world:3} {name:24} {row.seconds:8.2f} {found:8.2f} {found / row.seconds - 1:+7.1%} {held:>15}"
-            f"  {row.source}{', ' if row.note else ''}{row.note}")  # fmt: skip
+    name = f"{model} {plan.name_of(row.parallel)}" + (f" vae{n}" if (n := row.parallel.parallel_vae_size) > 1 else "")
+    off, source = f"{found / row.seconds - 1:+.1%}", f"{row.source}{', ' if row.note else ''}{row.note}"
+    return f"{machine:6} {row.parallel.world:3} {name:24} {row.seconds:8.2f} {found:8.2f} {off:>7} {held:>15}  {source}"
 
 
 def table() -> str:

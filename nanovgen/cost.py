@@ -12,8 +12,9 @@
     replicated   what every rank does whole: the embedding of time, noise to tokens and back, guidance, the solver
     decode       the VAE's strips, their halos, and the waiting for neighbours that grows with the ranks
 
-A machine's constants are in machines.py. Time that ranks lose to each other's jitter, to the host where a step is short, and
-to clocks that fall with the power drawn is in no term: it is in the constants, as far as they were fitted.
+A machine's constants are in machines.py. In no term is what ranks lose to each other's jitter, to the host where a step is
+short, to clocks that fall with the power drawn, and to the SMs that NCCL takes from a kernel it hides behind: it is in the
+constants, as far as they were fitted.
 """
 
 from collections.abc import Iterator
@@ -148,7 +149,7 @@ def layer(m: Machine, kernel: str, parallel: ParallelConfig, load: Load) -> dict
     """Seconds of one layer of one forward by term, on a rank of full chunks."""
     p, work, wan, rate = parallel, load.work, isinstance(load.config, WanConfig), m.attention[kernel]
     s = ceil(work.tokens / (p.world // (p.cfg_size * p.tp_size)))
-    queries, keys, heads, kv_heads, passes = plan.attention_pass(p, work, 0 if wan else load.text)
+    queries, keys, heads, _, passes = plan.attention_pass(p, work, 0 if wan else load.text)
     *block, first, last = matrices(load.config, p.tp_size)
     products = [count / work.layers * linear_seconds(m, s, i, o) for i, o, count in [*block, first, last]]
     one_pass = attention_seconds(m, rate, queries, keys, heads, work.head_dim)
