@@ -11,6 +11,7 @@ times, three from five decode times, by least squares over the relative errors.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -77,6 +78,7 @@ RING_TO_GRID = {2: (recipe(2, 8, ring=2), recipe(2, 8, (2, 1)), 1.03),  # denois
                 9: (recipe(2, 4, ring=9), RACK, 1.83)}  # fmt: skip
 
 
+@cache
 def load(model: str) -> cost.Load:
     preset, (latent, steps) = PRESETS[model], SHAPES[model]
     return cost.load_of(preset, CONFIGS[preset.family](**preset.transformer), latent, steps)
@@ -84,12 +86,14 @@ def load(model: str) -> cost.Load:
 
 def denoise(row: Row, gb200: Machine = GB200) -> float:
     m = gb200 if row.machine == GB200.name else B200
-    return cost.request(m, "fa4", replace(row.parallel, parallel_vae_size=1), load(row.model))["denoise"]
+    return load(row.model).steps * sum(cost.step(m, "fa4", row.parallel, load(row.model)).values())
 
 
 def end_to_end(row: Row) -> float:
-    m = GB200 if row.machine == GB200.name else B200
-    return sum(cost.request(m, "fa4", row.parallel, load(row.model)).values())
+    asked = load(row.model)
+    parts = cost.request(GB200 if row.machine == GB200.name else B200, asked, denoise(row) / asked.steps,
+                         row.parallel.parallel_vae_size)  # fmt: skip
+    return sum(parts.values())
 
 
 # The fit

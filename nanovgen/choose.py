@@ -108,6 +108,8 @@ def rank(job: Job, world: int, m: Machine, kernel: str, memory: float | None) ->
                        async_ulysses=False, fused_ulysses=False, attn2d_merge="exchange")  # as far as memory goes  # fmt: skip
         try:
             plan.check(parallel, world, job.work)
+            if parallel.cfg_size > load.streams:
+                raise ValueError("without guidance there is one stream, and half of the ranks would do what the others do")
             compiled.check(job.recipe.torch_compile_config.enable, parallel.tp_size)
             if memory is not None and peak(same) > memory - RESERVED:
                 raise ValueError(f"needs {(peak(same) + RESERVED) / 1e9:.0f} GB and a card has {memory / 1e9:.0f}")
@@ -116,9 +118,9 @@ def rank(job: Job, world: int, m: Machine, kernel: str, memory: float | None) ->
             count, *first = refused.get(kind, (0, plan.name_of(parallel), str(error)))
             refused[kind] = (count + 1, *first)
             continue
-        sent = plan.bytes_sent(parallel, job.work, load.streams)
-        found.append(Choice(parallel, cost.step(m, kernel, parallel, load), cost.request(m, kernel, parallel, load), sent,
-                            peak(same)))  # fmt: skip
+        terms, sent = cost.step(m, kernel, parallel, load), plan.bytes_sent(parallel, job.work, load.streams)
+        parts = cost.request(m, load, sum(terms.values()), parallel.parallel_vae_size)
+        found.append(Choice(parallel, terms, parts, sent, peak(same)))
     return Ranking(m, kernel, load, sorted(found, key=lambda c: c.total), refused)
 
 

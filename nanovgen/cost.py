@@ -19,7 +19,7 @@ constants, as far as they were fitted.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import ceil
 
 import torch
@@ -105,20 +105,23 @@ def span(parallel: ParallelConfig, axis: str) -> tuple[int, int]:
     return sizes[axis], stride
 
 
-def near(m: Machine, parallel: ParallelConfig, axis: str) -> int:
-    """How many of an axis' ranks share an NVLink domain, where they share it worst."""
-    size, stride = span(parallel, axis)
-    return size if parallel.world <= m.domain or m.domain % (size * stride) == 0 else max(1, m.domain // stride)
+@cache
+def near(domain: int, world: int, size: int, stride: int) -> int:
+    """How many of an axis' ranks share an NVLink domain with a rank that has the fewest such, itself counted."""
+    if world <= domain:
+        return size
+    rows = [[r % stride + r // (stride * size) * stride * size + i * stride for i in range(size)] for r in range(world)]
+    return min(sum(peer // domain == r // domain for peer in row) for r, row in enumerate(rows))
 
 
 def exchange_seconds(
     m: Machine, parallel: ParallelConfig, axis: str, sent: float, calls: int, rate: float | None = None
 ) -> float:
     """Of `sent` bytes in `calls` exchanges; those for other domains take the network, beside the rest."""
-    size, local = span(parallel, axis)[0], near(m, parallel, axis)
+    size, stride = span(parallel, axis)
     if size == 1:
         return 0.0
-    far = (size - local) / (size - 1)
+    far = (size - near(m.domain, parallel.world, size, stride)) / (size - 1)
     return calls * (m.latency_across if far else m.latency) + max(sent * (1 - far) / (rate or m.link), sent * far / m.across)
 
 
@@ -213,7 +216,7 @@ def replicated(m: Machine, load: Load, turns: int) -> dict[str, float]:
 # The rest of a request
 
 
-@lru_cache
+@cache
 def decoder_halos(config: VAEConfig, rows: int) -> tuple[int, vae_parallel.Ledger]:
     """Exchanges a chunk takes, and what strips of columns send for one latent frame of so many rows."""
     vae, frame = build(VAE, config), torch.empty(1, config.z_dim, 1, rows, 1, device="meta")
@@ -238,10 +241,7 @@ def decode_seconds(m: Machine, load: Load, ranks: int) -> float:
     return work + ceil(f / load.chunk) * calls * (m.vae_exchange + (ranks - 1) * m.vae_hop) + f * sent / m.link
 
 
-def request(m: Machine, kernel: str, parallel: ParallelConfig, load: Load) -> dict[str, float]:
+def request(m: Machine, load: Load, step_seconds: float, vae_ranks: int) -> dict[str, float]:
     """Seconds of a request's parts, weights loaded and code compiled before."""
-    return {
-        "denoise": load.steps * sum(step(m, kernel, parallel, load).values()),
-        "decode": decode_seconds(m, load, parallel.parallel_vae_size),
-        "tail": load.pixels / m.tail,
-    }
+    decode, tail = decode_seconds(m, load, vae_ranks), load.pixels / m.tail
+    return {"denoise": load.steps * step_seconds, "decode": decode, "tail": tail}

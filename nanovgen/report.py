@@ -25,11 +25,13 @@ KINDS = {"attention": ("attention", "cross-attention"), "linears": ("linears",),
          "exchanges": ("ulysses", "ring", "kv_axis", "q_axis", "tp", "seq", "cfg"), "replicated": ("replicated",)}  # fmt: skip
 COLOURS = ("#4269d0", "#6cc5b0", "#efb118", "#ff725c", "#7a7a7a")
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1b1e23; background: #fff; margin: 0 auto; padding: 12px; max-width: 960px }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1e23; background: #fff }
+body { margin: 0 auto; padding: 12px; max-width: 960px }
 h1 { font-size: 1.5rem; line-height: 1.25 } h2 { font-size: 1.15rem; margin-top: 2rem } p, li { overflow-wrap: anywhere }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: .875rem }
 th, td { text-align: right; padding: 4px 8px; border-bottom: 1px solid #d9dde3; white-space: nowrap }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff } tr.best td { background: #eef3ff }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff }
+tr.best td { background: #eef3ff }
 img { width: 100%; height: auto } .halves { display: flex; flex-wrap: wrap; gap: 16px }
 .half { flex: 1 1 320px } .grid { display: grid; gap: 4px }
 .cell { border-radius: 6px; padding: 4px; display: flex; flex-wrap: wrap; gap: 2px; justify-content: center }
@@ -130,9 +132,10 @@ def page(found: Ranking, png: bytes, model: str, curve: dict[int, Choice], measu
     what = f"{escape(model)} on {best.parallel.world} GPUs"
     parts = [
         f"<h1>{what} of {escape(m.name)}</h1>",
-        f"<p>{load.work.tokens} tokens (latents {f} x {y} x {x}), {load.steps} steps of {load.streams} guidance streams. Predicted "
-        f"with the fastest recipe, <b>{best.name}</b>: {1e3 * best.step:.1f} ms a step, {best.parts['denoise']:.2f} s of denoising, "
-        f"{best.total:.2f} s a request (weights loaded and code compiled before), {best.memory / 1e9:.0f} GB a GPU.</p>",
+        f"<p>{load.work.tokens} tokens (latents {f} x {y} x {x}), {load.steps} steps of {load.streams} guidance streams. "
+        f"Predicted with the fastest recipe, <b>{best.name}</b>: {1e3 * best.step:.1f} ms a step, {best.parts['denoise']:.2f} s "
+        f"of denoising, {best.total:.2f} s a request (weights loaded and code compiled before), {best.memory / 1e9:.0f} GB a "
+        "GPU.</p>",
         "<h2>The mesh</h2>", mesh(best.parallel), "<h2>Why this one</h2>",
         items([*choose.reasons(found), f"On every rank, whatever the degrees: {choose.replicated(found, best)}."]),
         "<h2>The ranking</h2>", ranking(found),
@@ -162,11 +165,11 @@ def table(head: list[str], rows: list[list], best: int | None = None) -> str:
 
 def ranking(found: Ranking, top: int = 12) -> str:
     axes = list(dict.fromkeys(axis for c in found.choices[:top] for axis in c.sent))
-    rows = [[c.name, f"{1e3 * c.step:.1f}", f"{c.parts['denoise']:.2f}", f"{c.parts['decode']:.2f}", f"{c.total:.2f}",
-             f"{c.memory / 1e9:.0f}", *(f"{c.sent.get(axis, 0) / 1e6:.0f}" for axis in axes)] for c in found.choices[:top]]  # fmt: skip
-    return table(
-        ["recipe", "ms/step", "denoise s", "decode s", "request s", "GB", *(f"{axis} MB" for axis in axes)], rows, best=0
-    )
+    rows = [[c.name, f"{1e3 * c.step:.1f}", *(f"{seconds:.2f}" for seconds in (c.parts["denoise"], c.parts["decode"], c.total)),
+             f"{c.memory / 1e9:.0f}", *(f"{c.sent.get(axis, 0) / 1e6:.0f}" for axis in axes)]
+            for c in found.choices[:top]]  # fmt: skip
+    head = ["recipe", "ms/step", "denoise s", "decode s", "request s", "GB", *(f"{axis} MB" for axis in axes)]
+    return table(head, rows, best=0)
 
 
 def mesh(parallel: ParallelConfig) -> str:
