@@ -52,13 +52,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The best first; of the others, for each reason how many, and the first one's name and words."""
+    """The best first; of the others, for each reason how many, and the first one's name and words. `memory` is a card's (None:
+    no limit), `least` what the smallest of those that are too large for it would hold."""
 
     machine: Machine
     kernel: str
     load: cost.Load
     choices: list[Choice]
     refused: dict[str, tuple[int, str, str]]
+    memory: float | None
+    least: int | None
 
 
 def divisors(n: int) -> list[int]:
@@ -100,7 +103,7 @@ def vae_ranks(m: Machine, load: cost.Load, world: int, half: int) -> int:
 
 def rank(job: Job, world: int, m: Machine, kernel: str, memory: float | None) -> Ranking:
     """All recipes for `world` ranks by predicted time; `memory` bytes of a card, or None where it does not matter."""
-    load, found, refused = load_of(job), [], {}
+    load, found, refused, too_large = load_of(job), [], {}, []
     vae, peak = cache(lambda half: vae_ranks(m, load, world, half)), cache(lambda p: summary.predicted_peak(with_(job, p)))
     for parallel in candidates(world):
         parallel = replace(parallel, parallel_vae_size=vae(world // parallel.cfg_size))
@@ -112,16 +115,17 @@ def rank(job: Job, world: int, m: Machine, kernel: str, memory: float | None) ->
                 raise ValueError("without guidance there is one stream, and half of the ranks would do what the others do")
             compiled.check(job.recipe.torch_compile_config.enable, parallel.tp_size)
             if memory is not None and peak(same) > memory - RESERVED:
-                raise ValueError(f"needs {(peak(same) + RESERVED) / 1e9:.0f} GB and a card has {memory / 1e9:.0f}")
+                too_large.append(peak(same))
+                raise ValueError(f"needs {gigabytes(peak(same) + RESERVED)} GB and a card has {gigabytes(memory)}")
         except ValueError as error:
-            kind = re.sub(r"\d+", "N", str(error).partition(";")[0])
+            kind = re.sub(r"[\d.]+", "N", str(error).partition(";")[0])
             count, *first = refused.get(kind, (0, plan.name_of(parallel), str(error)))
             refused[kind] = (count + 1, *first)
             continue
         terms, sent = cost.step(m, kernel, parallel, load), plan.bytes_sent(parallel, job.work, load.streams)
         parts = cost.request(m, load, sum(terms.values()), parallel.parallel_vae_size)
         found.append(Choice(parallel, terms, parts, sent, peak(same)))
-    return Ranking(m, kernel, load, sorted(found, key=lambda c: c.total), refused)
+    return Ranking(m, kernel, load, sorted(found, key=lambda c: c.total), refused, memory, min(too_large, default=None))
 
 
 def with_(job: Job, parallel: ParallelConfig) -> Job:
@@ -165,13 +169,15 @@ def choose(job: Job, world: int, dry_run: bool = False) -> tuple[Job, str]:
 
 def none_fits(found: Ranking, world: int) -> str:
     """One line: the numbers, the rule, the way out."""
-    words = [words for _, _, words in found.refused.values()]
-    needs = [int(hit[1]) for text in words if (hit := re.match(r"needs (\d+) GB", text))]
-    if not needs:
-        return f"no recipe of {world} ranks works: {words[0]}"
-    card = re.search(r"a card has (\d+)", " ".join(words))[1]
-    return (f"no recipe of {world} ranks fits: the least needs {min(needs)} GB a card and there are {card}; use more ranks "
-            "(tensor parallelism splits the weights), fewer frames, or a smaller size")  # fmt: skip
+    if found.least is None:
+        return f"no recipe of {world} ranks works: {next(words for _, _, words in found.refused.values())}"
+    needs, has = gigabytes(found.least + RESERVED), gigabytes(found.memory)
+    return (f"no recipe of {world} ranks fits: the least needs {needs} GB a card and there are {has}; use more ranks (tensor "
+            "parallelism splits the weights), fewer frames, or a smaller size")  # fmt: skip
+
+
+def gigabytes(count: float) -> str:
+    return f"{count / 1e9:.3g}"
 
 
 # The command line

@@ -217,9 +217,11 @@ def test_memory_decides(ranked, plan_says):
     assert ranked("--gpus", 1, *at, 80).choices[0].memory < 77e9
     split = ranked("--gpus", 2, *at, 48)
     assert split.choices[0].parallel.tp_size == 2 and split.choices[0].memory < 45e9
-    assert any("needs 66 GB and a card has 48" in words for _, _, words in split.refused.values())
+    assert any(words.startswith("needs 6") and words.endswith("a card has 48") for _, _, words in split.refused.values())
     code, _, error = plan_says("--gpus", 1, *at, 48)
     assert code == 2 and error.count("\n") == 1 and "the least needs" in error and "there are 48; use more ranks" in error
+    _, _, error = plan_says("--gpus", 2, *at, 20)
+    assert f"the least needs {(split.choices[0].memory + 3e9) / 1e9:.3g} GB a card and there are 20" in error  # tp 2, not ring 2
 
 
 def test_what_it_prints(plan_says):
