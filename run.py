@@ -17,9 +17,9 @@ import sys
 from dataclasses import fields, replace
 from functools import partial
 
-from nanovgen import generate, launch, mesh, plan, summary, video
+from nanovgen import choose, generate, launch, mesh, plan, summary, video
 from nanovgen import job as jobs
-from nanovgen.recipe import AttentionConfig, QuantConfig, Request, TorchCompileConfig, read_recipe
+from nanovgen.recipe import AttentionConfig, QuantConfig, Recipe, Request, TorchCompileConfig, read_recipe
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -35,7 +35,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.add_argument(f"--{f.name}", action="store_true", help=text)
         else:
             parser.add_argument(f"--{f.name.replace('_', '-')}", type=kind, default=f.default, help=text, metavar=f.name.upper())
-    parser.add_argument("--recipe", default="1gpu", help="a YAML file, or the name of one in nanovgen/recipes (default 1gpu)")
+    parser.add_argument("--recipe", help="a YAML file, or the name of one in nanovgen/recipes (not given: the planner's choice "
+                        "for the ranks and the memory there are)")  # fmt: skip
     parser.add_argument("--attention", help="attention kernel, over the recipe's: auto or one of attention.py's")
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, help="torch.compile, over the recipe's: block by block"
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     rank, launched = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's
     try:
-        recipe = read_recipe(args.recipe)
+        recipe = Recipe() if args.recipe is None else read_recipe(args.recipe)
         if args.attention:
             recipe = replace(recipe, attention_config=AttentionConfig(args.attention))
         if args.compile is not None:
@@ -65,9 +66,11 @@ def main(arguments: list[str] | None = None) -> int:
             request = replace(request, device="cpu")
         if request.latents:
             request = generate.resume(request)
-        world = args.ranks or (recipe.parallel_config.world if args.dry_run else launched)
-        job = jobs.prepare(request, recipe, args.dry_run, world, forked=args.ranks is not None)
-        lines = summary.describe(job)
+        chosen = args.recipe is None and not request.latents  # a decode alone takes one rank, or the recipe's
+        world = args.ranks or (recipe.parallel_config.world if args.dry_run and args.recipe else launched)
+        job = jobs.prepare(request, recipe, args.dry_run, 1 if chosen else world, forked=args.ranks is not None)
+        job, choice = choose.choose(job, world, args.dry_run) if chosen else (job, None)
+        lines = summary.describe(job) | ({"chosen": choice} if choice else {})
     except ValueError as error:
         if rank == 0:
             print(f"run.py: {error}", file=sys.stderr)

@@ -3,7 +3,12 @@
     attend = ulysses( ring | attn2d ( kernel ) )          Ulysses outside, ring or Attention2D inside, kernel innermost
 
 `check` refuses degrees before anything is opened; `bind` composes the scheme; `bytes_sent` adds up the formulas in the
-schemes' headers, and a run's counters are held against it.
+schemes' headers, and a run's counters are held against it. Which degrees are best is choose.py's to say (by cost.py's
+formulas and machines.py's constants), and this is its command line:
+
+    python -m nanovgen.plan --model wan2.2-t2v-a14b --gpus 72 --machine gb200-nvl72 --picture plan.png
+    python -m nanovgen.plan --article                                # the model against what was published, and its fit
+    python -m nanovgen.plan --report plan.html --measured one.json   # a page; JSON files are bench's
 """
 
 from collections.abc import Callable
@@ -56,6 +61,17 @@ def degrees(parallel: ParallelConfig) -> dict[str, int]:
     rows, columns = parallel.attn2d_size
     return {"cfg": parallel.cfg_size, "tp": parallel.tp_size, "ring": parallel.ring_size, "kv_axis": rows, "q_axis": columns,
             "ulysses": parallel.ulysses_size}  # fmt: skip
+
+
+def name_of(parallel: ParallelConfig) -> str:
+    """In a few letters, as the article writes them: cfg2.ul4.3x3, with the ways that are not the plain ones."""
+    p, (rows, columns) = parallel, parallel.attn2d_size
+    letters = {"cfg": p.cfg_size, "tp": p.tp_size, "ul": p.ulysses_size, "ring": p.ring_size}
+    found = [f"{letter}{size}" for letter, size in letters.items() if size > 1]
+    found += [f"{rows}x{columns}"] if rows * columns > 1 else []
+    found += [way for way, on in (("async", p.async_ulysses), ("fused", p.fused_ulysses)) if on]
+    found += [p.attn2d_merge] if p.attn2d_merge != "exchange" else []
+    return ".".join(found) or "1 rank"
 
 
 def check_world(parallel: ParallelConfig, world: int) -> None:
@@ -139,6 +155,17 @@ def local(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, kernel: Kernel) ->
     return attention(q, *after(prefix, k, v), kernel)[0]
 
 
+def attention_pass(parallel: ParallelConfig, work: Work, prefix: int = 0) -> tuple[int, int, int, int, int]:
+    """Queries, keys, heads and key heads of a full rank's self-attention pass, and how many passes a layer takes.
+
+    Of a prefix of so many keys that every query sees, each column, or each step of a ring, has a share.
+    """
+    p, (rows, columns) = parallel, parallel.attn2d_size
+    block, spread = -(-work.tokens // (p.ring_size * rows * columns)), p.tp_size * p.ulysses_size
+    keys = block * rows + prefix // (columns * p.ring_size)
+    return block * columns, keys, work.heads // spread, max(1, work.kv_heads // spread), p.ring_size
+
+
 def reduced(elements: int, ranks: int) -> int:
     """What an all-reduce sends: as a reduce-scatter and an all-gather."""
     return 2 * elements * (ranks - 1) // ranks
@@ -168,3 +195,9 @@ def bytes_sent(parallel: ParallelConfig, work: Work, streams: int) -> dict[str, 
     f, y, x = work.latent
     total["cfg"] = 0 if streams == 1 else forwards * (p.cfg_size - 1) * work.channels * f * y * x * size
     return {axis: amount for axis, amount in total.items() if amount}
+
+
+if __name__ == "__main__":
+    from nanovgen.choose import main
+
+    raise SystemExit(main())

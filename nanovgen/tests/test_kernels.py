@@ -92,7 +92,7 @@ def test_fp8_keeps_three_bits():
     """An outlier in one head costs the others nothing; a key head's group of query heads shares a unit."""
     x = torch.randn(2, 8, 65, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     x[:, 0, 0, 0] = 3e4
-    rounded, unit = attention.to_fp8(x, 2)
+    rounded, unit = attention.by_heads(x, 2)
     assert rounded.dtype == torch.float8_e4m3fn and unit.shape == (2, 2) and rounded.float().abs().max() == 448
     found = rounded.double() * unit.double().repeat_interleave(4, dim=1)[:, :, None, None]
     error = ((found - x.double())[:, 4:].norm() / x.double()[:, 4:].norm()).item()

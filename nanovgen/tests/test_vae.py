@@ -10,6 +10,7 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -110,3 +111,25 @@ def test_memory_of_a_decode(name, chunk, dtype):
     )
     assert 0.75 < live.peak / said < 1.05  # it allows for chunks of one, where the past weighs most
     assert held < 12 * 2**30 or chunk > 1 or dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("chunk", (1, 3))
+def test_no_convolution_turns_its_input_around(name, chunk, monkeypatch, one_thread):
+    """All is channels last, single frames and first chunks too: else a GPU copies each tensor before and after each layer."""
+    z = FULL[name].z_dim
+    config = replace(FULL[name], base_dim=8, decoder_base_dim=12, latents_mean=(0.0,) * z, latents_std=(1.0,) * z)
+    model, real, turned = VAE(config).eval(), F.conv2d, []
+
+    def conv2d(x, *more, **named):
+        out = real(x, *more, **named)
+        turned.append(not (x.is_contiguous(memory_format=torch.channels_last) and x.stride(1) == 1 and out.stride(1) == 1))
+        return out
+
+    monkeypatch.setattr(F, "conv2d", conv2d)
+    with torch.inference_mode():
+        video = torch.cat(list(model.decode(torch.randn(1, z, 4, 4, 6), chunk)), dim=2)
+        assert sum(turned) == 1 and turned[0]  # as latents come
+        turned.clear()
+        model.encode(video, chunk)
+        assert not any(turned) and len(turned) > 30
