@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanovgen import attention, cfg, checkpoint, compiled, mesh, plan, scheduler, summary, tp, vae_parallel, video
+from nanovgen import attention, cfg, checkpoint, checksum, compiled, mesh, plan, scheduler, summary, tp, vae_parallel, video
 from nanovgen.cosmos import Cosmos
 from nanovgen.job import Job, find_preset, warm_jobs
 from nanovgen.recipe import Request, parse_size
@@ -168,7 +168,7 @@ def denoise(job: Job, texts: dict[int, Text], condition: Tensor | None, stages: 
         x = torch.randn(1, job.preset.latent[0], *job.latent_shape, generator=generator).to(job.device)
         if job.preset.family == "cosmos" and condition is not None:
             x[:, :, :1], condition = condition, None  # known, and the model moves it nowhere
-        state, step = scheduler.SOLVERS[job.request.solver]
+        (state, step), every = scheduler.SOLVERS[job.request.solver], job.request.check
         with bar(job, total=len(job.times), desc="denoise", unit="step") as progress:
             for i, t in enumerate(job.times):
                 part = job.expert(t)
@@ -178,6 +178,8 @@ def denoise(job: Job, texts: dict[int, Text], condition: Tensor | None, stages: 
                 v = velocity(job, experts[part], given, t, contexts[part])
                 state, x = step(state, job.sigmas, i, x, v)
                 check_finite(x, f"denoising, step {i + 1}")
+                if every and ((i + 1) % every == 0 or i + 1 == len(job.times)):
+                    checksum.check_alike(x, job.mesh.world, f"denoising, step {i + 1}: the latents")
                 progress.update()
     if enabled:
         stages.graphs += compiled.graphs()
