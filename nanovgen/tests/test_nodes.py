@@ -184,8 +184,9 @@ def test_the_template_makes_a_video(cli, sbatch, tiny_folder, recipe, tmp_path):
 def test_the_template_serves(sbatch, tiny_folder, recipe, tmp_path):
     """The server on both nodes, and its client beside rank 0, which waits for /health; at the client's end all ends."""
     pytest.importorskip("nanovgen.serve", reason="nanovgen.serve is not here")
-    ask = ("--size", "64x32", "--num-frames", 5, "--num-inference-steps", 2, "--requests", 2, "--out", tmp_path / "bench.json")
-    run = sbatch("serve", "--model", tiny_folder, "--recipe", recipe(**RECIPE), "--folder", tmp_path / "videos", "--", *ask)
+    warm = ("--size", "64x32", "--frames", 5, "--steps", 2, "--shift", 5, "--recipe", recipe(**RECIPE))
+    ask = ("--requests", 2, "--out", tmp_path / "bench.json")
+    run = sbatch("serve", "--model", tiny_folder, *warm, "--folder", tmp_path / "videos", "--", *ask)
     assert run.wait(timeout=240) == 0, (tmp_path / "stderr0").read_text()
     assert '"requests": 2' in (tmp_path / "bench.json").read_text() and len([*(tmp_path / "videos").rglob("*.mp4")]) == 2
     wait_for(lambda: not here(), PATIENCE, f"left: {here()}")
