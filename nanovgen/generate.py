@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanovgen import attention, cfg, checkpoint, compiled, fp8, mesh, plan, scheduler, summary, tp, vae_parallel, video
+from nanovgen import attention, cfg, checkpoint, checksum, compiled, fp8, mesh, plan, scheduler, summary, tp, vae_parallel, video
 from nanovgen.cosmos import Cosmos
 from nanovgen.job import Job, find_preset, warm_jobs
 from nanovgen.recipe import Request, parse_size
@@ -177,7 +177,7 @@ def denoise(job: Job, texts: dict[int, Text], condition: Tensor | None, stages: 
         x = torch.randn(1, job.preset.latent[0], *job.latent_shape, generator=generator).to(job.device)
         if job.preset.family == "cosmos" and condition is not None:
             x[:, :, :1], condition = condition, None  # known, and the model moves it nowhere
-        state, step = scheduler.SOLVERS[job.request.solver]
+        (state, step), every = scheduler.SOLVERS[job.request.solver], job.request.check
         with bar(job, total=len(job.times), desc="denoise", unit="step") as progress:
             for i, t in enumerate(job.times):
                 part = job.expert(t)
@@ -187,6 +187,8 @@ def denoise(job: Job, texts: dict[int, Text], condition: Tensor | None, stages: 
                 v = velocity(job, experts[part], given, t, contexts[part])
                 state, x = step(state, job.sigmas, i, x, v)
                 check_finite(x, f"denoising, step {i + 1}")
+                if every and ((i + 1) % every == 0 or i + 1 == len(job.times)):
+                    checksum.check_alike(x, job.mesh.world, f"denoising, step {i + 1}: the latents")
                 progress.update()
     if enabled:
         stages.graphs += compiled.graphs()
@@ -213,16 +215,12 @@ def latents_path(out: Path) -> Path:
 def save_latents(latents: Tensor, job: Job) -> Path:
     """Under its name only when whole, with the request inside."""
     path = latents_path(job.out)
-    part = path.with_name(f".{path.name}.part")
+    request = replace(job.request, out=str(job.out))  # also where the name was made of the prompt
     try:
-        request = replace(job.request, out=str(job.out))  # also where the name was made of the prompt
-        save_file({"latents": latents.cpu()}, part, metadata={"request": json.dumps(asdict(request))})
-        part.chmod(0o644)  # safetensors writes for the owner alone
-        part.replace(path)
+        with video.whole(path) as part:
+            save_file({"latents": latents.cpu()}, part, metadata={"request": json.dumps(asdict(request))})
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from None
-    finally:
-        part.unlink(missing_ok=True)
     return path
 
 
@@ -250,8 +248,8 @@ def read_latents(job: Job) -> Tensor:
         return file.get_tensor("latents").to(job.device)
 
 
-def decode(job: Job, latents: Tensor, stages: Stages) -> None:
-    """Decode on the ranks of the parallel VAE; the first of them, rank 0, writes the MP4 and the contact sheet."""
+def decode(job: Job, latents: Tensor, stages: Stages) -> list[np.ndarray]:
+    """Decode on the ranks of the parallel VAE; the first of them, rank 0, writes the MP4. Frames for the contact sheet."""
     vae = load(job, "vae", stages)
     if job.recipe.torch_compile_config.vae:
         compiled.compile_blocks(vae)
@@ -260,7 +258,7 @@ def decode(job: Job, latents: Tensor, stages: Stages) -> None:
         with stages("decode"):
             for chunk in chunks:
                 check_finite(chunk, "decoding")
-        return
+        return []
     frames = []
     with video.VideoWriter(job.out, *parse_size(job.request.size), job.request.fps) as writer:
         while True:
@@ -275,8 +273,18 @@ def decode(job: Job, latents: Tensor, stages: Stages) -> None:
                 frames.extend(pixels)
         with stages("write"):
             writer.close()
-    if job.request.sheet:
-        video.contact_sheet(np.stack(frames), job.out.with_suffix(".png"))
+    return frames
+
+
+def write_beside(job: Job, frames: list[np.ndarray], report: dict) -> None:
+    """The contact sheet, where it is asked for, and the report. The video is whole by now, and what fails here says so."""
+    try:
+        if frames:
+            video.contact_sheet(np.stack(frames), job.out.with_suffix(".png"))
+        with video.whole(job.out.with_suffix(".json")) as part:
+            part.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise OSError(f"{job.out} is whole, but not what belongs beside it: {error.strerror or error}") from None
 
 
 def generate(job: Job) -> dict:
@@ -295,8 +303,7 @@ def generate(job: Job) -> dict:
             gc.collect()  # a compiled model refers to itself, and would be on the device still when the VAE comes
             saved = save_latents(latents, job) if first else latents_path(job.out)
         try:
-            if job.mesh.vae is not None:
-                decode(job, latents, stages)
+            frames = decode(job, latents, stages) if job.mesh.vae is not None else []
         except (Exception, KeyboardInterrupt) as error:
             what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
             kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else RuntimeError
@@ -304,7 +311,7 @@ def generate(job: Job) -> dict:
             raise kind(f"no video, but the latents are safe ({what}); go on from them with: {again}") from error
     report = describe_run(job, stages, saved, time.perf_counter() - start)
     if first:
-        job.out.with_suffix(".json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        write_beside(job, frames, report)
     return report
 
 

@@ -48,6 +48,7 @@ class Request:
     dtype: str = _option("auto", "bfloat16, float32, or auto (bfloat16 on a GPU), of all but the VAE")
     vae_dtype: str = _option("auto", "bfloat16, float32, or auto (float32): bfloat16 halves the decode's memory")
     chunk: int | None = _option(None, "latent frames decoded at a time; 0: all at once")
+    check: int = _option(10, "every so many steps, and after the last, all ranks compare a checksum of their latents; 0: never")
     free_text_tower: str = _option("auto", "Cosmos3: drop the text tower's weights once the prompts are read: yes, no, or auto "
                                    "(yes where the device cannot hold both towers)")  # fmt: skip
 
@@ -140,7 +141,7 @@ def resolve(request: Request, preset: Preset) -> Request:
         filled = replace(filled, shift=None)
     parse_size(filled.size)
     check_frames(filled.frames)
-    for name, least in (("steps", 1), ("fps", 1), ("chunk", 0), ("guidance", 0), ("guidance_low", 0), ("seed", 0)):
+    for name, least in (("steps", 1), ("fps", 1), ("chunk", 0), ("check", 0), ("guidance", 0), ("guidance_low", 0), ("seed", 0)):
         value, end = getattr(filled, name), 2**64 if name == "seed" else math.inf
         if value is not None and not least <= value < end:
             raise ValueError(f"{name.replace('_', '-')} is {value}; it must be at least {least} and below {end}")

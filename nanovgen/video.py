@@ -7,6 +7,8 @@ import queue
 import shutil
 import subprocess
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import imageio.v3 as iio
@@ -16,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
+
+BESIDE = (".json", ".png", ".latents.safetensors")  # suffixes of what may stand beside a video
 
 
 def find_ffmpeg() -> str:
@@ -34,14 +38,14 @@ def check_output(path: Path, needed: int) -> None:
     """Refuse a place where the files cannot be written: `needed` bytes, found out by writing one."""
     if path.suffix != ".mp4":
         raise ValueError(f"output {path} must end in .mp4")
-    for beside in (path, *(path.with_suffix(end) for end in (".json", ".png", ".latents.safetensors"))):
+    for beside in (path, *(path.with_suffix(end) for end in BESIDE)):
         if os.path.isdir(beside):  # not Path's: that raises on a name that is too long
             raise ValueError(f"output {beside} is a folder; name a file")
-    probe = path.with_name(f".{path.stem}.latents.safetensors.part")  # the longest name that will be needed
+    probe = part_name(path.with_suffix(".latents.safetensors"))  # the longest name that will be needed
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         probe.touch()
-        probe.unlink(missing_ok=True)  # torchrun's other ranks probe here too
+        probe.unlink(missing_ok=True)  # a rank on another machine may have this process's number
         free = shutil.disk_usage(path.parent).free
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}") from None
@@ -57,13 +61,34 @@ def to_pixels(video: Tensor) -> np.ndarray:
     return pixels.numpy()
 
 
-def remove_parts(path: Path) -> None:
-    """Remove what a writer of `path` left when it was killed: hidden files whose process is gone."""
-    for part in path.parent.glob(f".{glob.escape(path.stem)}.*.part.mp4"):
-        try:
-            os.kill(int(part.name.split(".")[-3]), 0)
-        except ProcessLookupError:
-            part.unlink(missing_ok=True)
+def part_name(path: Path, process: object = None) -> Path:
+    """Where `path` is written by a process (by default this one) until it is whole: beside it, hidden."""
+    return path.with_name(f".{path.stem}.{process or os.getpid()}.part{path.suffix}")
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A place to write `path` to: it appears under its name if the `with` ends well, and nothing is left if not."""
+    part = part_name(path)
+    try:
+        yield part
+        part.chmod(0o644)  # safetensors writes for the owner alone
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def remove_parts(out: Path) -> None:
+    """Remove what a writer of `out`, or of a file beside it, left when it was killed: parts whose process is gone."""
+    for path in (out, *(out.with_suffix(end) for end in BESIDE)):
+        for part in path.parent.glob(part_name(Path(glob.escape(path.name)), "*").name):
+            pid = part.name.removesuffix(f".part{path.suffix}").rpartition(".")[2]
+            if not pid.isdecimal() or part != part_name(path, pid):
+                continue  # of a longer name
+            try:
+                os.kill(int(pid), 0)
+            except ProcessLookupError:
+                part.unlink(missing_ok=True)
 
 
 class VideoWriter:
@@ -76,8 +101,9 @@ class VideoWriter:
     AHEAD = 2  # writes that may wait for the thread, before one waits for it
 
     def __init__(self, path: Path, width: int, height: int, fps: int):
-        self.path, self.part, self.count = path, path.with_name(f".{path.stem}.{os.getpid()}.part.mp4"), 0
+        self.path, self.part, self.count = path, part_name(path), 0
         self.waiting, self.error, self.whole = queue.Queue(self.AHEAD), None, False
+        remove_parts(path)
         self.thread = threading.Thread(target=self._feed, name="video writer", daemon=True)
         self.encoder = imageio_ffmpeg.write_frames(
             str(self.part), (width, height), fps=fps, codec="libx264", pix_fmt_in="rgb24", pix_fmt_out="yuv420p",
@@ -143,7 +169,8 @@ def contact_sheet(frames: np.ndarray, path: Path, columns: int = 4, rows: int = 
     cells = np.pad(frames[pick], ((0, -len(pick) % columns), (1, 1), (1, 1), (0, 0)), constant_values=255)
     n, y, x, c = cells.shape
     sheet = cells.reshape(n // columns, columns, y, x, c).swapaxes(1, 2).reshape(n // columns * y, columns * x, c)
-    iio.imwrite(path, sheet)
+    with whole(path) as part:
+        iio.imwrite(part, sheet)
 
 
 def read_image(path: str, width: int, height: int, cover: bool = False) -> Tensor:

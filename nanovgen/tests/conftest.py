@@ -39,6 +39,10 @@ WIDE = replace(WAN, num_attention_heads=8, attention_head_dim=12, ffn_dim=60)  #
 TEXT = UMT5Config(vocab_size=tiny_layout.TEXT_CONFIG.vocab_size, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="all rows of the table of faults, not a few of each kind")
+
+
 class Result(NamedTuple):
     code: int
     out: str

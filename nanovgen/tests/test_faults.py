@@ -1,4 +1,7 @@
-"""A run on many ranks of which one fails or is killed, or that is interrupted: all end soon, and nothing half is left."""
+"""A run on many ranks of which one fails, or that is interrupted: all end soon, and nothing half is left.
+
+test_kills.py has those of which one is killed, by rank and stage.
+"""
 
 import os
 import re
@@ -121,23 +124,6 @@ def test_a_rank_raises(ask, recipe, monkeypatch, deadline, error, rank):
     assert "boom" in result.err or isinstance(error, SystemExit)
     assert result.err.count("\n") == 1 or type(error) in (MemoryError, AssertionError, SystemExit)
     assert not active_children() and names() == set()
-
-
-@pytest.mark.parametrize("rank", [2, 0])
-def test_a_rank_is_killed_in_denoising(started, ended, tmp_path, rank):
-    process, ranks = started(FOREVER, denoising(tmp_path))
-    os.kill(ranks[rank], signal.SIGKILL)
-    result = ended(process)
-    assert result.code == 1 and result.err.endswith(f"rank {rank} was killed by signal 9\n") and names() == set()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_is_killed_in_decoding(started, ended, rank):
-    process, ranks = started(LONG_DECODE, decoding, ring_size=4, cfg_size=1, parallel_vae_size=4)
-    os.kill(ranks[rank], signal.SIGKILL)
-    result = ended(process)
-    assert result.code == 1 and result.err.endswith(f"rank {rank} was killed by signal 9\n")
-    assert names() == {"v.latents.safetensors"}
 
 
 BOOM = """

@@ -10,7 +10,7 @@ PACKAGE = ROOT / "nanovgen"
 LEVELS = [  # a file imports from earlier rows only
     {"push", "recipe", "fp8", "machines"},
     {"mesh"},
-    {"attention", "vae", "text", "dress", "scheduler", "video"},
+    {"attention", "checksum", "vae", "text", "dress", "scheduler", "video"},
     {"ulysses", "ring", "attn2d", "cfg", "tp", "vae_parallel"},
     {"wan", "cosmos", "checkpoint", "launch", "compiled"},
     {"plan"},

@@ -137,13 +137,14 @@ def latents(stem: str) -> torch.Tensor:
 
 
 def formula(parallel: dict, request: dict, streams: list[int]) -> dict[str, int]:
-    """Bytes by the schemes' headers, over the steps: `streams` of each."""
+    """Bytes by the schemes' headers, over the steps: `streams` of each; and one check of the latents."""
     (width, height), frames = recipes.parse_size(request["size"]), request["frames"]
     latent = (frames - 1) // 4 + 1, height // 8, width // 8
     work = plan.work(WIDE, latent, 4)
     config = ParallelConfig(**parallel | {"attn2d_size": tuple(parallel.get("attn2d_size", (1, 1)))})
     steps = [plan.bytes_sent(config, work, n) for n in streams]
-    return {axis: sum(step.get(axis, 0) for step in steps) for axis in {*steps[0], *steps[-1]} - {"tp"}}
+    total = {axis: sum(step.get(axis, 0) for step in steps) for axis in {*steps[0], *steps[-1]} - {"tp"}}
+    return total | {"world": 8 * (config.world - 1)}
 
 
 # Also keeps the frames as they are before H.264, which magnifies a last bit.
