@@ -36,7 +36,7 @@ class Guard:
         if refused := self.refusal(scope["path"], headers):
             return await answer(send, *refused)
         if sizes and not (sizes[0].isdigit() and int(sizes[0]) <= self.body):
-            return await answer(send, 413, f"a request has at most {self.body} bytes")
+            return await self.too_large(receive, send)
         taken, started = 0, False
 
         async def take() -> dict:
@@ -56,7 +56,15 @@ class Guard:
             await self.app(scope, take, give)
         except TooLarge:
             if not started:
-                await answer(send, 413, f"a request has at most {self.body} bytes")
+                await self.too_large(receive, send)
+
+    async def too_large(self, receive: Callable, send: Callable) -> None:
+        """Throw some of the rest away: a client that is still sending when we hang up does not see the answer."""
+        rest, message = self.body, {"more_body": True}
+        while rest > 0 and message.get("more_body"):
+            message = await receive()
+            rest -= len(message.get("body", b""))
+        await answer(send, 413, f"a request has at most {self.body} bytes")
 
     def refusal(self, path: str, headers: dict[bytes, str]) -> tuple[int, str] | None:
         """Status and reason."""
