@@ -189,7 +189,8 @@ async def health(request: Request) -> JSONResponse:
 
 @routes.get("/", response_class=HTMLResponse)
 async def page() -> HTMLResponse:
-    own = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src blob:; media-src blob:; connect-src 'self'"
+    own = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src blob:; media-src blob:; "
+           "connect-src 'self'")  # fmt: skip
     return HTMLResponse(Path(__file__).with_name("serve.html").read_text(), headers={"Content-Security-Policy": own})
 
 
@@ -272,7 +273,8 @@ async def preview(request: Request, name: str) -> Response:
 
 @routes.get("/v1/videos/{name}/events")
 async def events(request: Request, name: str) -> StreamingResponse:
-    return StreamingResponse(follow(order_of(request, name)), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    told = follow(order_of(request, name))
+    return StreamingResponse(told, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 async def follow(order: Order) -> AsyncIterator[str]:

@@ -60,7 +60,7 @@ class Asked(BaseModel):
     guidance_scale_2: Real | None = Field(None, ge=0, le=1000, description="of the low-noise expert")
     negative_prompt: str | None = Field(None, max_length=8192)
     seed: Whole | None = Field(None, ge=0, lt=2**64)
-    input_reference: str | Reference | None = Field(None, description="the first frame: a PNG, JPEG or WebP in base64, or a data: URL")
+    input_reference: str | Reference | None = Field(None, description="first frame: base64, or a data: URL")
 
     @field_validator("prompt", "negative_prompt")
     @classmethod

@@ -311,7 +311,8 @@ def generate(job: Job, stages: Stages | None = None) -> dict:
         except (Exception, KeyboardInterrupt) as error:
             what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
             kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else RuntimeError
-            raise kind(f"no video, but the latents are safe ({what}); go on from them with: {decode_again(saved, job.out)}") from error
+            again = decode_again(saved, job.out)
+            raise kind(f"no video, but the latents are safe ({what}); go on from them with: {again}") from error
     report = describe_run(job, stages, saved, time.perf_counter() - start)
     if first:
         job.out.with_suffix(".json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")

@@ -1,10 +1,10 @@
 """What every HTTP request must pass before a route sees it: whom it names, where it comes from, its token, its size.
 
-    Host      a server on a loopback address answers to loopback names only: else a page whose name is made to point here
-              (DNS rebinding) could read videos
-    Origin    none, or the server's own: else any page open in the user's browser could have videos made
-    token     Authorization: Bearer TOKEN, where one was set; "/" and "/health" show nothing and need none
-    size      no more bytes than the limit, whatever the length that was announced
+Host      a server on a loopback address answers to loopback names only: else a page whose name is made to point here
+          (DNS rebinding) could read videos
+Origin    none, or the server's own: else any page open in the user's browser could have videos made
+token     Authorization: Bearer TOKEN, where one was set; "/" and "/health" show nothing and need none
+size      no more bytes than the limit, whatever the length that was announced
 """
 
 import hmac

@@ -85,7 +85,7 @@ class Mesh:
 
 
 def open_store() -> dist.Store:
-    """Where torchrun's (or launch.py's) ranks leave each other notes, whatever becomes of their groups; one process has its own."""
+    """Where torchrun's (or launch.py's) ranks leave notes, whatever becomes of their groups; one process has its own."""
     return next(dist.rendezvous("env://"))[0] if "RANK" in os.environ else dist.HashStore()
 
 

@@ -77,7 +77,6 @@ class Orders:
         self.file = sqlite3.connect(folder / "videos.sqlite", check_same_thread=False, isolation_level=None)
         self.file.row_factory = sqlite3.Row
         self.file.execute(TABLE)
-        tidy(folder)
         for order in self._read("order by number"):
             if order.status == "queued":
                 self.waiting.append(order)
@@ -122,7 +121,7 @@ class Orders:
             return self.current
 
     def end(self, order: Order, report: dict | None = None, error: str | None = None) -> None:
-        """It is completed with a report, or failed with an error; one that nobody wants any more is gone. The first end counts."""
+        """It is completed with a report, or failed with an error; one that nobody wants is gone. The first end counts."""
         with self.lock:
             if self.current is not order:
                 return
@@ -180,7 +179,7 @@ class Orders:
     def _read(self, where: str, *values: object) -> list[Order]:
         found = []
         for row in self.file.execute(f"select * from videos {where}", values):
-            known = {f.name: row[f.name] for f in fields(Order) if f.name in row.keys()}  # noqa: SIM118: a Row is no mapping
+            known = {name: row[name] for name in ("id", "created", "status", "started", "completed", "error")}
             known |= {name: json.loads(row[name]) for name in ("request", "plan", "report") if row[name] is not None}
             request = Request(**known["request"])  # the folder may have moved
             image = request.image and str(self.image(row["id"]))
@@ -211,6 +210,7 @@ def way_on(request: Request) -> str:
     out = Path(request.out)
     if (saved := generate.latents_path(out)).exists():
         return f"its latents are safe; go on from them with: {generate.decode_again(saved, out)}"
-    given = {f.name: getattr(request, f.name) for f in fields(Request) if getattr(request, f.name) != f.default}
-    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in given.items() if name != "prompt"]
+    values = {f: getattr(request, f.name) for f in fields(Request) if f.name != "prompt"}
+    given = {f.name: value for f, value in values.items() if value != f.default}
+    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in given.items()]
     return f"no latents were saved; make it again with: {shlex.join(['python', 'run.py', *flags, '--', request.prompt])}"

@@ -1,48 +1,50 @@
-"""A picture of latents that are still being made, by one matrix and no decode.
+"""A picture of the video while it is being made: x0 = x - sigma v, as the last step saw it, decoded by its VAE.
 
-    latents (c, y, x)  ->  y x rows of c numbers and a 1  ->  times (c + 1, 3)  ->  RGB, one pixel a latent pixel
-
-The matrix is fitted to the VAE at hand: random fields of colour are encoded, and their latents held against their mean
-colours by least squares. What is shown is x0 as the last step saw it: x - sigma v.
+The VAE is causal, so the first latent frame alone decodes to the video's first frame, and nothing else need be decoded.
+Where the first frame is given (image-to-video), it is the fifth frame, of two latent frames. One rank decodes and the
+others wait, so previews take at most SHARE of the time.
 """
 
 import io
+import time
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from nanovgen import video
+from nanovgen.job import Job
 from nanovgen.vae import VAE
 
-LONGEST = 640  # pixels of the picture's longer side, at most
+SHARE, PAUSE, LONGEST = 0.02, 0.5, 640  # of the time; seconds between two at least; pixels of the longer side at most
 
 
-def fit(vae: VAE, device: torch.device) -> Tensor:
-    """(c + 1, 3), fp32, on the CPU. The VAE is on `device`, whole."""
-    generator = torch.Generator().manual_seed(0)
-    coarse, fine = (F.interpolate(2 * torch.rand(1, 3, n, n, generator=generator) - 1, 24) for n in (6, 12))
-    colours = (0.7 * coarse + 0.3 * fine).clamp(-1, 1)  # (1, 3, 24, 24): a latent pixel each
-    clip = F.interpolate(colours, scale_factor=vae.config.scale)[:, :, None].expand(-1, -1, 5, -1, -1)  # two latent frames
-    latents = vae.encode(clip.contiguous().to(device), None)[0].float().cpu()  # c 2 y x
-    rows = with_one(latents.flatten(1).T)
-    return torch.linalg.lstsq(rows, colours[0].flatten(1).T.repeat(2, 1)).solution
+class Previewer:
+    """Makes the previews of one order on one rank: `look` after each step."""
+
+    def __init__(self, vae: VAE):
+        self.vae, self.next = vae, 0.0
+
+    def look(self, job: Job, i: int, x: Tensor, v: Tensor) -> bytes | None:
+        """A JPEG, where it is time for one: x (1, c, f, y, x) is the sample before step i, v its velocity."""
+        start = time.monotonic()
+        if start < self.next:
+            return None
+        frames = 1 if job.request.image is None else 2
+        try:
+            pixels = video.to_pixels(list(self.vae.decode((x - float(job.sigmas[i]) * v)[:, :, :frames], None))[-1])
+        except torch.cuda.OutOfMemoryError:  # a picture is not worth the video
+            self.next = float("inf")
+            return None
+        now = time.monotonic()
+        self.next = now + max(PAUSE, (now - start) / SHARE)
+        return jpeg(pixels[-1])
 
 
-def with_one(rows: Tensor) -> Tensor:
-    return torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
-
-
-def colours(latents: Tensor, matrix: Tensor) -> Tensor:
-    """(c, y, x) -> RGB (y, x, 3) in 0..255, uint8."""
-    rgb = with_one(latents.float().cpu().flatten(1).T) @ matrix
-    return ((rgb + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).view(*latents.shape[1:], 3)
-
-
-def jpeg(latents: Tensor, matrix: Tensor, scale: int) -> bytes:
-    """A JPEG of one latent frame (c, y, x), `scale` pixels a latent pixel but not above LONGEST."""
-    picture = Image.fromarray(colours(latents, matrix).numpy())
-    grow = min(scale, LONGEST / max(picture.size))
-    buffer = io.BytesIO()
-    picture.resize([max(1, round(grow * n)) for n in picture.size], Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=85)
+def jpeg(pixels: np.ndarray) -> bytes:
+    """uint8 (y, x, 3), shrunk where it is larger than a preview need be."""
+    picture, buffer = Image.fromarray(pixels), io.BytesIO()
+    picture.thumbnail((LONGEST, LONGEST))
+    picture.save(buffer, "JPEG", quality=85)
     return buffer.getvalue()

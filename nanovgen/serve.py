@@ -27,14 +27,16 @@ from typing import TextIO
 import torch
 from PIL import Image
 
-from nanovgen import generate, launch, mesh, orders, preview, ranks, summary
+from nanovgen import generate, launch, orders, ranks, summary
 from nanovgen import job as jobs
 from nanovgen.job import Job
 from nanovgen.orders import Order, Orders
+from nanovgen.preview import Previewer
 from nanovgen.ranks import Ranks
-from nanovgen.recipe import Request, add_flags, choose, parse_size
+from nanovgen.recipe import Recipe, Request, add_flags, choose
+from nanovgen.vae import VAE
 
-PREVIEWS, LINGER, ENDING = 0.5, 1.0, 2.0  # seconds: between two, of /health's last word at least, until the end is forced
+LINGER, ENDING = 1.0, 2.0  # seconds: of /health's last word at least, until the end is forced
 NOT_FLAGS = ("prompt", "image", "out", "latents")
 
 
@@ -49,8 +51,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     p.add_argument("--max-body", type=int, default=16, help="MB of a request, an image included (default 16)")
     p.add_argument("--max-megapixels", type=float, default=185, help="of all frames of a video (default 185)")
     p.add_argument("--max-steps", type=int, default=100, help="(default 100)")
-    p.add_argument("--keep", default="auto", choices=["auto", "yes", "no"], help="hold the weights on the device between requests; "
-                   "auto: where they fit (default auto)")  # fmt: skip
+    p.add_argument("--keep", default="auto", choices=["auto", "yes", "no"], 
+                   help="hold the weights on the device between requests; auto: where they fit (default auto)")  # fmt: skip
     return p.parse_args(arguments)
 
 
@@ -92,8 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
 def check_installed() -> None:
     try:
         import fastapi  # noqa: F401
-        import multipart  # noqa: F401
         import prometheus_client  # noqa: F401
+        import python_multipart  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ValueError(f"{error.name} is missing: pip install 'nanovgen[serve]'") from None
@@ -135,10 +137,11 @@ def hold(folder: Path) -> TextIO:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"another server works in {folder}; give another --folder") from None
+    orders.tidy(folder)
     return lock
 
 
-def prepare(args: argparse.Namespace, request: Request, recipe: "jobs.Recipe", world: int) -> Job:
+def prepare(args: argparse.Namespace, request: Request, recipe: Recipe, world: int) -> Job:
     """The server's own job: what a request is filled up with, and, in as few steps as use every expert, the warm-up."""
     forked, out = args.ranks is not None, str(args.folder / "warm-up.mp4")
     request = replace(request, prompt="a grey wall", out=out)
@@ -179,9 +182,9 @@ def run_rank(args: argparse.Namespace, base: Job, listener: socket.socket | None
 class Watched(ranks.Stages):
     """Rank 0's: tells how far the order is, and when to stop."""
 
-    def __init__(self, device: torch.device, order: Order, matrix: torch.Tensor):
+    def __init__(self, device: torch.device, order: Order, vae: VAE):
         super().__init__(device)
-        self.order, self.matrix, self.shown = order, matrix, -1e9
+        self.order, self.previewer = order, Previewer(vae)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -194,10 +197,7 @@ class Watched(ranks.Stages):
 
     def step(self, job: Job, i: int, x: torch.Tensor, v: torch.Tensor) -> None:
         super().step(job, i, x, v)
-        if time.monotonic() - self.shown > PREVIEWS:
-            clean, middle = x - float(job.sigmas[i]) * v, x.shape[2] // 2
-            self.order.preview = preview.jpeg(clean[0, :, middle], self.matrix, job.preset.latent[1])
-            self.shown = time.monotonic()
+        self.order.preview = self.previewer.look(job, i, x, v) or self.order.preview
         self.order.tell(step=i + 1)
 
 
@@ -232,25 +232,26 @@ class Server:
         self.http.start()
         try:
             self.desk.ranks = Ranks(self.base, self.forked, lambda why: self.end(why, 1))
-            matrix = self.warm_up()
+            vae = self.warm_up()
             self.desk.health = "ok"
             print(f"serving   http://{':'.join(map(str, self.listener.getsockname()[:2]))}", flush=True)
             while self.http.is_alive():
                 order = self.orders.take(0.5)
                 if order is not None:
-                    self.make(order, matrix)
-            self.end("the HTTP thread has ended", 1)
+                    self.make(order, vae)
+            why = "the HTTP thread has ended"
         except KeyboardInterrupt:
-            pass
+            why = None  # `end` knows
         except (RuntimeError, ValueError, OSError) as error:
-            print(f"nanovgen.serve: {error}", file=sys.stderr, flush=True)
-            self.end(str(error), 1)
+            why = " ".join(str(error).split())
         self.over.set()
+        if why:
+            self.end(why, 1)
         while True:  # `end` ends the process
             time.sleep(1)
 
-    def warm_up(self) -> torch.Tensor:
-        """A video in few steps, thrown away: every weight, every compiled shape and the encoder have been used once."""
+    def warm_up(self) -> VAE:
+        """A short video, thrown away: every weight, compiled shape and the encoder are used once. The VAE, for previews."""
         self.desk.health = "warming up"
         others, request = self.desk.ranks, self.base.request
         wanted = {self.base.expert(t) for t in self.base.times}
@@ -261,9 +262,9 @@ class Server:
         orders.tidy(self.orders.folder)
         if failed:
             raise RuntimeError(f"the warm-up failed: {failed}")
-        return preview.fit(generate.load(others.base, "vae", generate.Stages(others.base.device)), others.base.device)
+        return generate.load(others.base, "vae", generate.Stages(others.base.device))
 
-    def make(self, order: Order, matrix: torch.Tensor) -> None:
+    def make(self, order: Order, vae: VAE) -> None:
         """One order, to its end."""
         others, own = self.desk.ranks, self.base.request
         report = None
@@ -274,7 +275,7 @@ class Server:
             others.prepare(request)
             others.post(request)
             self.metrics.started.inc()
-            report, error = others.run(request, Watched(others.base.device, order, matrix))
+            report, error = others.run(request, Watched(others.base.device, order, vae))
         except ValueError as refusal:  # before any rank heard of it
             error = str(refusal)
         except KeyboardInterrupt as word:

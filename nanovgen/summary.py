@@ -119,4 +119,5 @@ def denoise_bytes(job: Job) -> int:
 
 def decode_bytes(job: Job) -> int:
     (f, y, x), parts = job.latent_shape, job.recipe.parallel_config.parallel_vae_size
-    return job.models["vae"].decode_bytes(f, y, -(-x // parts), job.request.chunk or f, job.vae_dtype.itemsize)  # or rows: as much
+    strip = (y, -(-x // parts))  # rows and columns give as much
+    return job.models["vae"].decode_bytes(f, *strip, job.request.chunk or f, job.vae_dtype.itemsize)

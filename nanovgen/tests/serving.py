@@ -1,5 +1,6 @@
 """A server as its own process, and a small HTTP client for it: what the tests of serving and the soak share."""
 
+import http.client
 import json
 import os
 import signal
@@ -40,18 +41,19 @@ class Answer(NamedTuple):
 class Server:
     """One process in `folder`; more flags as they are given. `code` runs before it, on every rank."""
 
-    def __init__(self, folder: Path, *flags: object, code: str = "", torchrun: int = 0, port: int | None = None, small: bool = True):
-        self.folder, self.port = folder, port or free_port()
+    def __init__(self, folder: Path, *flags: object, code: str = "", torchrun: int = 0):
+        self.folder, self.port = folder, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         folder.mkdir(exist_ok=True)
         start = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\nfrom nanovgen import serve\nsys.exit(serve.main())\n"
         program = folder / "server.py"
         program.write_text(start)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
-        given = [*(SMALL if small else ()), "--port", self.port, "--folder", folder / "videos", *flags]
+        given = [*SMALL, "--port", self.port, "--folder", folder / "videos", *flags]
+        command = [sys.executable, *launcher, str(program), *map(str, given)]
         with (folder / "log").open("a") as log:
-            self.process = subprocess.Popen([sys.executable, *launcher, str(program), *map(str, given)], stdout=log, stderr=log, cwd=folder,
-                                            stdin=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, stdin=subprocess.DEVNULL,
+                                            env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
 
     @property
     def log(self) -> str:
@@ -74,7 +76,7 @@ class Server:
         """0: nobody listens."""
         try:
             return self.ask("/health", timeout=5).status
-        except OSError:
+        except (OSError, http.client.HTTPException):  # the latter: it ended while it answered
             return 0
 
     def ready(self, seconds: float = 120) -> "Server":
