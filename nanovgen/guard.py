@@ -60,7 +60,7 @@ class Guard:
 
     async def too_large(self, receive: Callable, send: Callable) -> None:
         """Throw some of the rest away: a client that is still sending when we hang up does not see the answer."""
-        rest, message = self.body, {"more_body": True}
+        rest, message = 4 * self.body, {"more_body": True}
         while rest > 0 and message.get("more_body"):
             message = await receive()
             rest -= len(message.get("body", b""))

@@ -85,10 +85,12 @@ def main(arguments: list[str] | None = None) -> int:
         if args.host not in ("127.0.0.1", "localhost", "::1") and token is None:
             print("open      anyone who reaches this port can make and read videos; --token-file asks for a token", flush=True)
     work = partial(run_rank, args, base, listener, token)
-    status = launch.run_ranks(args.ranks, work) if args.ranks is not None and args.ranks > 1 else work()
-    if lock is not None:
-        orders.tidy(args.folder)
-    return status
+    if args.ranks is None or args.ranks == 1:
+        return work()
+    status = launch.run_ranks(args.ranks, work)
+    orders.tidy(args.folder)  # what killed ranks left
+    sys.stdout.flush()
+    os._exit(status)  # as the ranks end: the port and the folder are free at once
 
 
 def check_installed() -> None:

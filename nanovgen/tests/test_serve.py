@@ -15,6 +15,7 @@ import numpy as np
 import openai
 import pytest
 import serving
+import soak
 from conftest import PROMPT
 from PIL import Image
 from safetensors.torch import load_file
@@ -293,3 +294,14 @@ def test_fuzzed_bodies_reach_no_rank(server):
     assert counted(server, "nanovgen_started_total") - begun == len(accepted)
     assert server.ask("/v1/videos/sync", {"prompt": PROMPT}).status == 200
     assert "Traceback" not in server.log, server.log
+
+
+def test_a_short_soak(pristine, tmp_path):
+    """Of every kind of request; `python -m nanovgen.tests.soak` runs the long one, and there memory may not grow either."""
+    server = soak.start(tmp_path, pristine)
+    try:
+        found = soak.soak(server, 16, seed=4)
+    finally:
+        server.kill()
+    print(found)
+    assert set(found["counts"]) == {"good", "deleted", "bad", "failed (boom)", "failed (late)"}
