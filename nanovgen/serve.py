@@ -89,8 +89,9 @@ def main(arguments: list[str] | None = None) -> int:
         return work()
     status = launch.run_ranks(args.ranks, work)
     orders.tidy(args.folder)  # what killed ranks left
+    lock.close()
     sys.stdout.flush()
-    os._exit(status)  # as the ranks end: the port and the folder are free at once
+    os._exit(status)  # as the ranks end: the port is free at once
 
 
 def check_installed() -> None:
@@ -176,9 +177,14 @@ def run_rank(args: argparse.Namespace, base: Job, listener: socket.socket | None
         return Server(args, base, listener, token).run()
     if listener is not None:
         listener.close()  # inherited: the port must be free when rank 0 is gone
-    others = Ranks(base, forked, lambda why: os._exit(1))
+    others = Ranks(base, forked, give_up)
     while True:
         others.run(others.take(), ranks.Stages(others.base.device))
+
+
+def give_up(why: str) -> None:
+    print(f"nanovgen.serve: ending: {why}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 class Watched(ranks.Stages):

@@ -79,7 +79,7 @@ class Server:
         except (OSError, http.client.HTTPException):  # the latter: it ended while it answered
             return 0
 
-    def ready(self, seconds: float = 120) -> "Server":
+    def ready(self, seconds: float = 300) -> "Server":
         wait_for(lambda: self.process.poll() is not None or self.health() == 200, seconds, "it never became ready")
         assert self.process.poll() is None, self.log
         return self
