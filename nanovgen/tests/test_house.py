@@ -16,8 +16,11 @@ LEVELS = [  # a file imports from earlier rows only
     {"plan"},
     {"job"},
     {"summary"},
-    {"generate", "lesson", "floor"},
-    {"bench"},
+    {"generate", "lesson", "floor", "preview"},
+    {"bench", "orders", "ranks", "client", "guard", "asked"},
+    {"metrics"},
+    {"api"},
+    {"serve"},
 ]
 
 
