@@ -57,7 +57,7 @@ routes = APIRouter()
 
 
 def make_app(desk: Desk, host: str, token: str | None) -> FastAPI:
-    app = FastAPI(title="nanovgen", docs_url=None, redoc_url=None)
+    app = FastAPI(title="nanovgen", openapi_url=None)
     app.state.desk = desk
     app.include_router(routes)
     app.add_middleware(Guard, host=host, token=token, body=desk.limits.body)
@@ -199,15 +199,12 @@ async def metrics(request: Request) -> Response:
     return Response(desk_of(request).metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-BODY = {"requestBody": {"content": {"application/json": {"schema": Asked.model_json_schema(ref_template="#/$defs/{model}")}}}}
-
-
-@routes.post("/v1/videos", status_code=202, openapi_extra=BODY)
+@routes.post("/v1/videos", status_code=202)
 async def create(request: Request) -> JSONResponse:
     return JSONResponse(describe(await enter(request)), 202)
 
 
-@routes.post("/v1/videos/sync", openapi_extra=BODY)
+@routes.post("/v1/videos/sync")
 async def create_and_wait(request: Request) -> Response:
     """The MP4 itself. A client that goes away takes its order along."""
     order = await enter(request)

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from nanovgen.guard import read_token
+
 LOOK, BUSY = 0.1, 2.0  # seconds: between two looks at a job, and until a full server is asked again
 PERCENTILES = (50, 90, 99)
 
@@ -120,8 +122,6 @@ def measure(client: Client, args: argparse.Namespace) -> dict:
 
 def main(arguments: list[str]) -> int:
     """Exit status: 0 all were made, 1 some were not or the server was never ready, 2 refused."""
-    from nanovgen.serve import read_token
-
     args = parse(arguments)
     try:
         if args.requests < 1 or args.concurrency < 1:

@@ -10,10 +10,23 @@ size      no more bytes than the limit, whatever the length that was announced
 import hmac
 import json
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OPEN = ("/", "/health")
+
+
+def read_token(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"token file {path} cannot be read: {error}") from None
+    if not token or not token.isascii() or any(c.isspace() for c in token):
+        raise ValueError(f"token file {path} must hold one word of plain ASCII")
+    return token
 
 
 class TooLarge(Exception):

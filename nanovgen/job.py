@@ -185,7 +185,7 @@ def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, 
     """
     if not request.latents and not (request.prompt or "").strip():
         raise ValueError('the prompt is empty; say what the video shows, as in: run.py "a red circle moves right"')
-    name, preset, folder = find_preset(request.model)
+    name, preset, folder = (like.name, like.preset, like.folder) if like else find_preset(request.model)
     request = resolve(request, preset)
     if preset.experts == 1 and request.boundary is not None:
         raise ValueError(f"boundary is {request.boundary} and {request.model} has one transformer; leave --boundary out")
@@ -206,7 +206,7 @@ def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, 
     if dry_run and folder is None:
         models, components = blueprint(preset), {}
     else:
-        folder = like.folder if like else folder or locate(preset.repo)
+        folder = folder or locate(preset.repo)
         models, components = open_models(folder, wanted_parts(job), like)
     if not request.latents and any(job.guidance(t) != 1 for t in job.times):
         job = replace(job, negative=negative(request, preset, folder))

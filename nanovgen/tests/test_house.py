@@ -17,9 +17,10 @@ LEVELS = [  # a file imports from earlier rows only
     {"job"},
     {"summary"},
     {"generate", "lesson", "floor", "preview"},
-    {"bench", "orders", "ranks", "client", "guard", "asked"},
-    {"metrics"},
+    {"bench", "orders", "ranks", "guard", "asked"},
+    {"metrics", "client"},
     {"api"},
+    {"server"},
     {"serve"},
 ]
 

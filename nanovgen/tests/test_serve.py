@@ -108,6 +108,7 @@ def test_every_step_is_told(server):
     assert [e["progress"] for e in events] == sorted(e["progress"] for e in events)
     one = server.video(name)
     assert one["progress"] == 100 and set(one["bytes_sent"]) >= {"cfg", "ring", "seq", "vae"}
+    assert "load" not in one["stage_seconds"], "the weights were kept"
     assert one["plan"]["ranks"] == "4: cfg 2, ring 2; VAE 2 by width" and one["stage_seconds"]["denoise"] > 0
 
 

@@ -3,6 +3,8 @@
 python -m nanovgen.tests.test_serve_faults        kills each of 4 ranks in each stage, and prints the table
 """
 
+import base64
+import io
 import os
 import shutil
 import signal
@@ -16,6 +18,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents
 
 import pytest  # noqa: E402
 from conftest import WAN, write_folder  # noqa: E402
+from PIL import Image  # noqa: E402
 from serving import PATIENCE, Server, children, wait_for  # noqa: E402
 
 STAGES = ("load", "text", "denoise", "decode", "write")
@@ -91,16 +94,21 @@ def test_a_rank_is_killed(pristine, tmp_path):
 
 
 @pytest.fixture
-def torchrun(pristine, tmp_path):
-    (tmp_path / "recipe.yaml").write_text("parallel_config: {ulysses_size: 2}")
-    running = Server(tmp_path / "t", "--model", pristine, "--recipe", tmp_path / "recipe.yaml", "--max-steps", 10**5, torchrun=2)
+def torchrun(pristine_i2v, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("parallel_config: {ulysses_size: 2, parallel_vae_size: 2}")
+    running = Server(tmp_path / "t", "--model", pristine_i2v, "--recipe", tmp_path / "recipe.yaml", torchrun=2)
     yield running.ready()
     running.kill()
 
 
 def test_a_rank_of_torchrun_goes_silent(torchrun):
     """It is not dead, so nobody else notices; its beat stops. An idle server ends as well."""
-    assert torchrun.ended(torchrun.make())["status"] == "completed"
+    image = base64.b64encode(b"P6 1 1 255 abc").decode()
+    assert "no PNG" in torchrun.ask("/v1/videos", {"prompt": "x", "input_reference": image}).error
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 32), (9, 200, 9)).save(buffer, "PNG")
+    image = base64.b64encode(buffer.getvalue()).decode()
+    assert torchrun.ended(torchrun.make(input_reference=image))["status"] == "completed"
     first, second = sorted(children(torchrun.process.pid))
     os.kill(second, signal.SIGSTOP)
     begun = time.monotonic()

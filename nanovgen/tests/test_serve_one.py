@@ -14,12 +14,13 @@ import serving
 import torch
 from conftest import PROMPT
 from PIL import Image
+from safetensors.torch import load_file
 from serving import Server, wait_for
 
-from nanovgen import generate, preview, serve
+from nanovgen import compiled, generate, preview, serve
 from nanovgen import job as jobs
 from nanovgen.preview import Previewer
-from nanovgen.recipe import Request
+from nanovgen.recipe import Recipe, Request, TorchCompileConfig
 
 TOKEN = "a-word-of-32-letters-for-the-tests"
 
@@ -83,6 +84,7 @@ def test_images(server, tmp_path):
             client.videos.create(prompt=PROMPT)
         with pytest.raises(openai.APIStatusError, match="at most 2000000 bytes"):
             client.videos.create(prompt=PROMPT, input_reference=("x.png", b"x" * 3 * 10**6))
+        assert all("load" in server.ask(f"/v1/videos/{name}", **key).json["stage_seconds"] for name in names)  # --keep no
         ends = (".mp4", ".json", ".latents.safetensors", ".image.png")
         for name in names:
             assert {f for f in server.files() if name in f} == {name + end for end in ends}
@@ -193,6 +195,22 @@ def test_latents_survive_and_their_command_works(own, cli, tmp_path):
     command = message.split("python run.py ")[1].split()
     assert cli(*command).code == 0 and (tmp_path / "own/videos" / f"{name}.mp4").exists()
     assert again.stop(signal.SIGINT) == 130
+
+
+def test_what_is_kept_is_compiled_once(pristine, tmp_path, one_thread):
+    """Of two requests alike the second compiles and loads nothing; one of another shape would be warmed up for it alone."""
+    recipe = Recipe(torch_compile_config=TorchCompileConfig(True))
+    request = Request(PROMPT, str(pristine), size="64x32", frames=5, steps=2, out=str(tmp_path / "v.mp4"))
+    base, made = jobs.replace(jobs.prepare(request, recipe), kept=jobs.Kept(everything=True)), []
+    for _ in range(2):
+        before = compiled.graphs()
+        report = generate.generate(jobs.prepare(request, recipe, like=base))
+        latents = load_file(tmp_path / "v.latents.safetensors")["latents"]
+        made.append((compiled.graphs() - before, "load" in report["stages"], report["graphs_in_steps"], latents))
+    assert made[0][0] > 0 and made[0][1] and made[1][:3] == (0, False, 0) and torch.equal(made[0][3], made[1][3])
+    assert base.kept.warmed == {("64x32", 5)} and {*base.kept.parts} == {*base.models}
+    other = jobs.prepare(jobs.replace(request, size="32x32"), recipe, like=base)
+    assert [job.request.size for job in jobs.warm_jobs(other)] == ["32x32"]
 
 
 @pytest.mark.parametrize("solver", ["unipc", "euler"])
