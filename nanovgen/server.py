@@ -120,7 +120,7 @@ class Server:
         except ValueError as refusal:  # before any rank heard of it
             error = str(refusal)
         except KeyboardInterrupt as word:
-            self.fail(order, str(word) or "the server was told to end")
+            self.fail(order, f"the server ended ({self.desk.health})" + (f": {word}" if str(word) else ""))
             raise
         if report is None:
             self.fail(order, error)
@@ -135,7 +135,8 @@ class Server:
     def wait_for_end(self, endings: set[signal.Signals]) -> None:
         """The thread for signals: it runs even where the main thread waits for a lost rank inside a collective."""
         signal.sigwait(endings)
-        self.end("told to end", 130)
+        alone = self.base.recipe.parallel_config.world == 1
+        self.end("told to end" + ("" if alone else ", as when another rank is lost"), 130)
 
     def end(self, why: str, status: int) -> None:
         """Say so on /health for a moment, let the main thread write down what is lost, and end. From any thread, once."""
@@ -152,7 +153,7 @@ class Server:
         self.over.wait(ENDING)
         if (order := self.orders.current) is not None:  # the main thread is still stuck
             known = self.desk.ranks.failure if self.desk.ranks else None
-            self.fail(order, f"{why}; {known}" if known else why)
+            self.fail(order, f"the server ended ({why})" + (f": {known}" if known else ""))
         self.orders.close()
         time.sleep(max(0.0, LINGER - (time.monotonic() - start)))
         os._exit(status)

@@ -17,10 +17,10 @@ from PIL import Image
 from safetensors.torch import load_file
 from serving import Server, wait_for
 
-from nanovgen import compiled, generate, preview, serve
+from nanovgen import compiled, generate, preview, serve, summary
 from nanovgen import job as jobs
 from nanovgen.preview import Previewer
-from nanovgen.recipe import Recipe, Request, TorchCompileConfig
+from nanovgen.recipe import Recipe, Request, TorchCompileConfig, choose
 
 TOKEN = "a-word-of-32-letters-for-the-tests"
 
@@ -171,7 +171,7 @@ def test_health_from_its_start_to_its_end_and_a_restart(own, capsys, tmp_path):
     assert again.video(first)["status"] == "completed" and again.ask(f"/v1/videos/{first}/content").body == movie
     assert "denoise;dur=" in again.ask(f"/v1/videos/{first}").headers["server-timing"]
     message = again.video(lost)["error"]["message"]
-    assert message.startswith("the server was told to end; no latents were saved; make it again with: python run.py ")
+    assert message.startswith("the server ended (told to end); no latents were saved; make it again with: python run.py ")
     assert "--steps=90000" in message and again.video(lost)["status"] == "failed"
     assert again.ended(waits)["status"] == "completed" and again.ask(f"/v1/videos/{waits}/content").body == movie
     assert again.ask(f"/v1/videos/{gone}").status == 404
@@ -195,6 +195,24 @@ def test_latents_survive_and_their_command_works(own, cli, tmp_path):
     command = message.split("python run.py ")[1].split()
     assert cli(*command).code == 0 and (tmp_path / "own/videos" / f"{name}.mp4").exists()
     assert again.stop(signal.SIGINT) == 130
+
+
+def test_weights_are_kept_where_they_fit(pristine, tmp_path, monkeypatch):
+    """All parts and the larger of the two working sets together, against nine tenths of the memory."""
+
+    def kept(way: str) -> bool:
+        args = serve.parse(["--model", str(pristine), *serving.SMALL, "--folder", str(tmp_path), "--keep", way])
+        return serve.prepare(args, *choose(args, 1), 1).kept.everything
+
+    job = jobs.prepare(Request(PROMPT, str(pristine), size="64x32", frames=5, steps=2, out=str(tmp_path / "v.mp4")))
+    parts = sum(summary.weight_bytes(job, part) for part in job.models)
+    need = summary.predicted_peak(jobs.replace(job, kept=jobs.Kept(everything=True)))
+    assert parts < need < parts + summary.predicted_peak(job)
+    assert [kept(way) for way in ("auto", "yes", "no")] == [True, True, False]
+    monkeypatch.setattr(serve, "memory", lambda _: need)
+    assert [kept(way) for way in ("auto", "yes", "no")] == [False, True, False]
+    monkeypatch.setattr(serve, "memory", lambda _: need * 1.2)
+    assert kept("auto")
 
 
 def test_what_is_kept_is_compiled_once(pristine, tmp_path, one_thread):
