@@ -14,35 +14,18 @@ Beside the video stand its latents and a JSON with the plan, the timings and the
 import argparse
 import os
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 from nanovgen import choose, generate, launch, mesh, plan, summary, video
 from nanovgen import job as jobs
-from nanovgen.recipe import AttentionConfig, QuantConfig, Recipe, Request, TorchCompileConfig, read_recipe
+from nanovgen.recipe import add_flags, from_flags
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Flags are the fields of Request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = {"int": int, "float": float, "str": str, "bool": bool}
-    for f in fields(Request):
-        kind = kinds[str(getattr(f.type, "__name__", f.type)).split(" |")[0]]
-        text = f.metadata["help"].replace("%", "%%") + (f" (default {f.default})" if f.default not in (None, False) else "")
-        if f.name == "prompt":
-            parser.add_argument("prompt", nargs="?", help=text)
-        elif kind is bool:
-            parser.add_argument(f"--{f.name}", action="store_true", help=text)
-        else:
-            parser.add_argument(f"--{f.name.replace('_', '-')}", type=kind, default=f.default, help=text, metavar=f.name.upper())
-    parser.add_argument("--recipe", help="a YAML file, or the name of one in nanovgen/recipes (not given: the planner's choice "
-                        "for the ranks and the memory there are)")  # fmt: skip
-    parser.add_argument("--attention", help="attention kernel, over the recipe's: auto or one of attention.py's")
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, help="torch.compile, over the recipe's: block by block"
-    )
-    parser.add_argument("--quant", help="the blocks' matrices, over the recipe's: none, or FP8 (faster, and a few per cent off)")
-    parser.add_argument("--ranks", type=int, help="fork so many CPU ranks here (torchrun's own ranks need no flag)")
+    add_flags(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop; known models need no files for it")
     return parser.parse_args(arguments)
 
@@ -52,18 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     rank, launched = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's
     try:
-        recipe = Recipe() if args.recipe is None else read_recipe(args.recipe)
-        if args.attention:
-            recipe = replace(recipe, attention_config=AttentionConfig(args.attention))
-        if args.compile is not None:
-            recipe = replace(recipe, torch_compile_config=TorchCompileConfig(args.compile))
-        if args.quant:
-            recipe = replace(recipe, quant_config=QuantConfig(args.quant))
-        if args.ranks is not None and (args.ranks < 1 or launched > 1):
-            raise ValueError(f"--ranks {args.ranks} forks ranks of its own: give 1 or more, and not under torchrun")
-        request = Request(**{f.name: getattr(args, f.name) for f in fields(Request)})
-        if args.ranks is not None and request.device == "auto":
-            request = replace(request, device="cpu")
+        request, recipe = from_flags(args, launched)
         if request.latents:
             request = generate.resume(request)
         chosen = args.recipe is None and not request.latents  # a decode alone takes one rank, or the recipe's

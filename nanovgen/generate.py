@@ -54,16 +54,31 @@ class Stages:
         seconds, before = self.rows.get(name, (0.0, 0))
         self.rows[name] = (seconds + time.perf_counter() - start, max(before, peak))
 
+    def step(self, job: Job, i: int, x: Tensor, v: Tensor) -> None:
+        """Told on every rank that step i + 1 is done: it took latents x and velocity v. For servers; a run says it by its bar."""
+
 
 def load(job: Job, part: str, stages: Stages) -> nn.Module:
-    """A part with its weights, on the device for as long as the caller holds it; the job keeps the empty one."""
+    """A part with its weights, on the device for as long as the caller or `job.kept` holds it; the job keeps the empty one."""
+    if part in job.kept.parts:
+        return job.kept.parts[part]
     component, model = job.components[part], copy.deepcopy(job.models[part])
     total = sum(component.sizes[model.hub_name(name)] for name in model.state_dict())
     if part != "vae" and part != "text_encoder":
         model = tp.split(model, job.mesh.tp)
     with stages("load"), bar(job, total=total, unit="B", unit_scale=True, desc=f"load {part}") as progress:
         dtype = job.vae_dtype if part == "vae" else job.dtype
-        return checkpoint.load(model, component, job.device, dtype, progress.update)
+        model = checkpoint.load(model, component, job.device, dtype, progress.update)
+    if part.startswith("transformer"):
+        if job.recipe.quant_config.quant_algo == "FP8":
+            fp8.quantize_linears(model)
+        if job.recipe.torch_compile_config.enable:
+            compiled.compile_blocks(model, compiled.SEARCHED)
+    if part == "vae" and job.recipe.torch_compile_config.vae:
+        compiled.compile_blocks(model)
+    if job.kept.everything:
+        job.kept.parts[part] = model
+    return model
 
 
 def bar(job: Job, **options: object) -> tqdm:
@@ -98,7 +113,7 @@ def encode_texts(job: Job, stages: Stages) -> dict[int, Text]:
             else:
                 found[stream] = check_finite(encode_prompt(encoder, ids[0], job.tokenizer.limit), name)
     if job.preset.family == "cosmos" and not frees_text_tower(job):
-        job.kept.append(encoder)
+        job.kept.parts["text_tower"] = encoder
     return found
 
 
@@ -120,13 +135,16 @@ def image_condition(job: Job, stages: Stages) -> Tensor:
     """
     (f, y, x), (width, height), cosmos = job.latent_shape, parse_size(job.request.size), job.preset.family == "cosmos"
     latents = torch.empty(1, job.preset.latent[0], 1 if cosmos else f, y, x, device=job.device)
-    if job.mesh.vae is not None:  # the ranks of the parallel VAE; the others are told
+    if job.mesh.vae is not None:  # the ranks of the parallel VAE, of which the first has the file; the others are told
         vae = load(job, "vae", stages)
         with stages("image"):
-            clip = video.read_image(job.request.image, width, height, cover=cosmos)
+            clip = torch.empty(1, 3, 1, height, width)
+            if job.mesh.world.rank == 0:
+                clip = video.read_image(job.request.image, width, height, cover=cosmos)
+            clip = mesh.broadcast(clip.to(job.device), job.mesh.vae)
             if not cosmos:  # the VAE is causal: Cosmos3's first latent frame depends on the first picture alone
                 clip = torch.cat([clip, clip.new_zeros(1, 3, job.request.frames - 1, height, width)], dim=2)
-            latents = vae_parallel.encode(vae, clip.to(job.device), job.request.chunk or None, job.mesh.vae, split_dim(job))
+            latents = vae_parallel.encode(vae, clip, job.request.chunk or None, job.mesh.vae, split_dim(job))
     latents = check_finite(mesh.broadcast(latents, job.mesh.world), "image encoding")
     if cosmos:
         return latents
@@ -159,17 +177,9 @@ def make_context(job: Job, model: Wan | Cosmos, text: Text) -> NamedTuple:
 def denoise(job: Job, texts: dict[int, Text], condition: Tensor | None, stages: Stages) -> Tensor:
     """Latents (1, c, f, y, x), fp32 on the device."""
     experts = {part: load(job, part, stages) for part in job.models if part.startswith("transformer")}
-    if job.recipe.quant_config.quant_algo == "FP8":
-        for model in experts.values():
-            fp8.quantize_linears(model)
     if enabled := job.recipe.torch_compile_config.enable:
         with stages("warm-up"):
-            warm_up(
-                job,
-                {part: compiled.compile_blocks(model, compiled.SEARCHED) for part, model in experts.items()},
-                texts,
-                condition,
-            )
+            warm_up(job, experts, texts, condition)
         stages.graphs = -compiled.graphs()
     with stages("denoise"):
         contexts = {part: {i: make_context(job, model, text) for i, text in texts.items()} for part, model in experts.items()}
@@ -185,11 +195,13 @@ def denoise(job: Job, texts: dict[int, Text], condition: Tensor | None, stages: 
                     progress.set_postfix(expert="high" if part == "transformer" else "low", refresh=False)
                 given = x if condition is None else torch.cat([x, condition], dim=1)
                 v = velocity(job, experts[part], given, t, contexts[part])
+                before = x
                 state, x = step(state, job.sigmas, i, x, v)
                 check_finite(x, f"denoising, step {i + 1}")
                 if every and ((i + 1) % every == 0 or i + 1 == len(job.times)):
                     checksum.check_alike(x, job.mesh.world, f"denoising, step {i + 1}: the latents")
                 progress.update()
+                stages.step(job, i, before, v)
     if enabled:
         stages.graphs += compiled.graphs()
     job.mesh.check_used(["tp", "ring", "kv_axis", "q_axis", "ulysses", "seq", *(["cfg"] if job.negative is not None else [])])
@@ -204,6 +216,8 @@ def warm_up(job: Job, experts: dict[str, nn.Module], texts: dict[int, Text], con
     for shape in warm_jobs(job):
         contexts = {i: make_context(shape, model, text) for i, text in texts.items()}
         velocity(shape, model, torch.zeros(1, channels, *shape.latent_shape, device=job.device), time, contexts)
+        if job.kept.everything:
+            job.kept.warmed.add((shape.request.size, shape.request.frames))
     job.mesh.sent.clear()
     job.mesh.sent.update(before)
 
@@ -243,6 +257,11 @@ def resume(request: Request) -> Request:
     return replace(stored, **({"sheet": False, "device": "auto", "dtype": "auto", "vae_dtype": "auto"} | anew))
 
 
+def decode_again(saved: Path, out: Path) -> str:
+    """The command that goes on from saved latents."""
+    return shlex.join(["python", "run.py", "--latents", str(saved), "--out", str(out)])
+
+
 def read_latents(job: Job) -> Tensor:
     with safe_open(job.request.latents, framework="pt") as file:
         return file.get_tensor("latents").to(job.device)
@@ -251,8 +270,6 @@ def read_latents(job: Job) -> Tensor:
 def decode(job: Job, latents: Tensor, stages: Stages) -> list[np.ndarray]:
     """Decode on the ranks of the parallel VAE; the first of them, rank 0, writes the MP4. Frames for the contact sheet."""
     vae = load(job, "vae", stages)
-    if job.recipe.torch_compile_config.vae:
-        compiled.compile_blocks(vae)
     chunks = vae_parallel.decode(vae, latents, job.request.chunk or None, job.mesh.vae, split_dim(job))
     if job.mesh.world.rank > 0:
         with stages("decode"):
@@ -287,9 +304,9 @@ def write_beside(job: Job, frames: list[np.ndarray], report: dict) -> None:
         raise OSError(f"{job.out} is whole, but not what belongs beside it: {error.strerror or error}") from None
 
 
-def generate(job: Job) -> dict:
+def generate(job: Job, stages: Stages | None = None) -> dict:
     """Run a job that `job.prepare` accepted, on this rank of its mesh; returns what rank 0 also writes as JSON."""
-    stages, start = Stages(job.device), time.perf_counter()
+    stages, start = stages or Stages(job.device), time.perf_counter()
     first = job.mesh.world.rank == 0
     torch.backends.cudnn.allow_tf32 = False  # else the inputs of an fp32 VAE's convolutions are rounded to 10 bits: 1e-3 off
     with torch.inference_mode():
@@ -307,7 +324,7 @@ def generate(job: Job) -> dict:
         except (Exception, KeyboardInterrupt) as error:
             what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
             kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else RuntimeError
-            again = shlex.join(["python", "run.py", "--latents", str(saved), "--out", str(job.out)])
+            again = decode_again(saved, job.out)
             raise kind(f"no video, but the latents are safe ({what}); go on from them with: {again}") from error
     report = describe_run(job, stages, saved, time.perf_counter() - start)
     if first:

@@ -26,6 +26,15 @@ CONFIGS = {"wan": WanConfig, "cosmos": CosmosConfig}
 HERE = Path(__file__).resolve().parent.parent / "weights"
 
 
+@dataclass
+class Kept:
+    """What stays on the device for the next job of the same model: nothing after a run, of a server's parts all that fit."""
+
+    everything: bool = False
+    parts: dict[str, nn.Module] = field(default_factory=dict)  # by component name
+    warmed: set[tuple[str, int]] = field(default_factory=set)  # size and frames that they are compiled for
+
+
 @dataclass(frozen=True)
 class Job:
     """A request that will run. `models` are on meta, by component name; `components` their files, in `folder` (a dry run
@@ -48,7 +57,7 @@ class Job:
     kernel: str
     tokenizer: PromptTokenizer | ChatTokenizer | None = None  # None: latents are decoded, or a dry run without files
     stand_in: str = ""  # said where another kernel than the recipe's runs
-    kept: list = field(default_factory=list, compare=False)  # Cosmos3's text tower, where it need not leave the device
+    kept: Kept = field(default_factory=Kept, compare=False)
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -133,10 +142,17 @@ def blueprint(preset: Preset) -> dict[str, nn.Module]:
     return {"text_encoder": build(UMT5, UMT5Config()), **{part: build(Wan, config) for part in parts}, "vae": vae}
 
 
-def open_models(folder: Path, parts: dict[str, tuple[str, type, type]]) -> tuple[dict[str, nn.Module], dict[str, Component]]:
-    """Build the parts on meta by their config files, and hold every name and shape against their headers."""
+def open_models(folder: Path, parts: dict[str, tuple[str, type, type]],
+                like: Job | None = None) -> tuple[dict[str, nn.Module], dict[str, Component]]:  # fmt: skip
+    """Build the parts on meta by their config files, and hold every name and shape against their headers.
+
+    Those of `like` are taken as they are.
+    """
     models, components, opened = {}, {}, {}
     for part, (where, kind, config) in parts.items():
+        if like is not None and part in like.models:
+            models[part], components[part] = like.models[part], like.components[part]
+            continue
         if where not in opened:
             opened[where] = open_component(folder / where)
         components[part] = opened[where]
@@ -159,14 +175,17 @@ def wanted_parts(job: Job) -> dict[str, tuple[str, type, type]]:
     return {"text_encoder": ("text_encoder", UMT5, UMT5Config), **{part: (part, Wan, WanConfig) for part in experts}} | vae
 
 
-def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, world: int = 1, forked: bool = False) -> Job:
+def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, world: int = 1, forked: bool = False,
+            like: Job | None = None) -> Job:  # fmt: skip
     """Refuse or accept, for `world` ranks, which may be forked CPU ones.
 
+    `like`: an earlier job of the same model and recipe, on this rank's mesh. Its files are not opened again, what it kept
+    is used, and only the first rank of its mesh looks at the output's place and at the image: it alone will use them.
     Raises ValueError in one line: the numbers, the rule, the way out.
     """
     if not request.latents and not (request.prompt or "").strip():
         raise ValueError('the prompt is empty; say what the video shows, as in: run.py "a red circle moves right"')
-    name, preset, folder = find_preset(request.model)
+    name, preset, folder = (like.name, like.preset, like.folder) if like else find_preset(request.model)
     request = resolve(request, preset)
     if preset.experts == 1 and request.boundary is not None:
         raise ValueError(f"boundary is {request.boundary} and {request.model} has one transformer; leave --boundary out")
@@ -180,18 +199,20 @@ def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, 
     job = Job(
         request, recipe, name, preset, {}, {}, None, sigmas, times, None, out, Mesh(), device, dtype, kernel, None, stand_in
     )
-    if not dry_run:
+    if like is not None:
+        job = replace(job, device=like.device, mesh=like.mesh, kept=like.kept)
+    if not dry_run and job.mesh.world.rank == 0:
         check_place(job)
     if dry_run and folder is None:
         models, components = blueprint(preset), {}
     else:
         folder = folder or locate(preset.repo)
-        models, components = open_models(folder, wanted_parts(job))
+        models, components = open_models(folder, wanted_parts(job), like)
     if not request.latents and any(job.guidance(t) != 1 for t in job.times):
         job = replace(job, negative=negative(request, preset, folder))
     job = replace(job, models=models, components=components, folder=folder)
     if components and not request.latents:
-        job = replace(job, tokenizer=open_tokenizer(job))
+        job = replace(job, tokenizer=like.tokenizer if like else open_tokenizer(job))
     check_image(job)
     if request.latents:
         plan.check_world(recipe.parallel_config, world)
@@ -205,12 +226,13 @@ def prepare(request: Request, recipe: Recipe = Recipe(), dry_run: bool = False, 
 
 
 def warm_jobs(job: Job) -> list[Job]:
-    """This job at each shape of the recipe's compilation_config, and as it is: what a compiled model is warmed up with."""
+    """This job at each shape of the recipe's compilation_config, and as it is, where a compiled model has not seen it yet."""
     shapes = [(f"{width}x{height}", frames) for width, height, frames in job.recipe.compilation_config.shapes()]
     if not job.recipe.torch_compile_config.enable:
         return []
+    wanted = dict.fromkeys([*shapes, (job.request.size, job.request.frames)])
     return [replace(job, request=replace(job.request, size=size, frames=frames))
-            for size, frames in dict.fromkeys([*shapes, (job.request.size, job.request.frames)])]  # fmt: skip
+            for size, frames in wanted if (size, frames) not in job.kept.warmed]  # fmt: skip
 
 
 def check_dressing(request: Request, preset: Preset) -> None:
@@ -268,7 +290,8 @@ def check_image(job: Job) -> None:
     if job.request.image and not job.request.latents:
         if job.request.frames == 1 and job.preset.family == "cosmos":
             raise ValueError("one frame is the image itself; ask for 5 frames or more with --image")
-        video.read_image(job.request.image, *parse_size(job.request.size))
+        if job.mesh.world.rank == 0:
+            video.read_image(job.request.image, *parse_size(job.request.size))
 
 
 def place(request: Request, recipe: Recipe, forked: bool) -> tuple[torch.device, torch.dtype, str, str]:

@@ -84,14 +84,31 @@ class Mesh:
                 raise RuntimeError(f"{name} has {axis.size} ranks and exchanged nothing: the run was not spread as asked")
 
 
-def open_world(device: torch.device) -> torch.device:
-    """Join the ranks that torchrun (or launch.py) started; returns this rank's own device. Not needed for one process."""
+def open_store() -> dist.Store:
+    """Where torchrun's (or launch.py's) ranks leave notes, whatever becomes of their groups; one process has its own."""
+    return next(dist.rendezvous("env://"))[0] if "RANK" in os.environ else dist.HashStore()
+
+
+def open_world(device: torch.device, store: dist.Store | None = None, name: str = "") -> torch.device:
+    """Join the ranks that torchrun (or launch.py) started; returns this rank's own device. Not needed for one process.
+
+    With a `store` of `open_store`, under a name: then a world that broke can be closed, and another one opened in its place.
+    """
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT, device_id=device if device.type == "cuda" else None)
+    meet = {} if store is None else dict(store=dist.PrefixStore(name, store), rank=int(os.environ["RANK"]),
+                                         world_size=int(os.environ["WORLD_SIZE"]))  # fmt: skip
+    dist.init_process_group(backend, timeout=TIMEOUT, device_id=device if device.type == "cuda" else None, **meet)
     return device
+
+
+def abort(mesh: Mesh) -> None:
+    """Break off what this rank's groups are waiting for, from another thread: the collective raises, or gives rubbish."""
+    for axis in (mesh.world, mesh.seq, mesh.vae, *(getattr(mesh, name) for name in NAMES)):
+        if axis is not None and axis.group is not None:
+            axis.group.abort()
 
 
 def close_world() -> None:

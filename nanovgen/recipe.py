@@ -1,9 +1,10 @@
 """What is asked for: a request (the video), a recipe (how to spread it), and each model's defaults. Plain data.
 
-A request field that is None takes the model's default; `run.py` makes its flags from these fields. A recipe is a YAML
+A request field that is None takes the model's default; the command lines make their flags from these fields. A recipe is a YAML
 file with the keys of NVIDIA's VisualGen recipes. An unknown key is an error, never ignored.
 """
 
+import argparse
 import json
 import math
 from dataclasses import dataclass, field, fields, replace
@@ -281,6 +282,43 @@ def read_recipe(name: str) -> Recipe:
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     return fill(Recipe, content or {}, str(path))
+
+
+def add_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
+    """A flag for each field of Request, and those that choose the recipe: `from_flags` reads them."""
+    kinds = {"int": int, "float": float, "str": str, "bool": bool}
+    for f in (f for f in fields(Request) if f.name not in without):
+        kind = kinds[str(getattr(f.type, "__name__", f.type)).split(" |")[0]]
+        text = f.metadata["help"].replace("%", "%%") + (f" (default {f.default})" if f.default not in (None, False) else "")
+        if f.name == "prompt":
+            parser.add_argument("prompt", nargs="?", help=text)
+        elif kind is bool:
+            parser.add_argument(f"--{f.name}", action="store_true", help=text)
+        else:
+            parser.add_argument(f"--{f.name.replace('_', '-')}", type=kind, default=f.default, help=text, metavar=f.name.upper())
+    parser.add_argument("--recipe", help="a YAML file, or the name of one in nanovgen/recipes (not given: the planner's choice "
+                        "for the ranks and the memory there are)")  # fmt: skip
+    parser.add_argument("--attention", help="attention kernel, over the recipe's: auto or one of attention.py's")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="torch.compile, over the recipe's: block by block"
+    )
+    parser.add_argument("--quant", help="the blocks' matrices, over the recipe's: none, or FP8 (faster, and a few per cent off)")
+    parser.add_argument("--ranks", type=int, help="fork so many CPU ranks here (torchrun's own ranks need no flag)")
+
+
+def from_flags(args: argparse.Namespace, launched: int) -> tuple[Request, "Recipe"]:
+    """What the flags of `add_flags` say, under a launcher that started `launched` ranks (1: none did)."""
+    recipe = Recipe() if args.recipe is None else read_recipe(args.recipe)
+    if args.attention:
+        recipe = replace(recipe, attention_config=AttentionConfig(args.attention))
+    if args.compile is not None:
+        recipe = replace(recipe, torch_compile_config=TorchCompileConfig(args.compile))
+    if args.quant:
+        recipe = replace(recipe, quant_config=QuantConfig(args.quant))
+    if args.ranks is not None and (args.ranks < 1 or launched > 1):
+        raise ValueError(f"--ranks {args.ranks} forks ranks of its own: give 1 or more, and not under torchrun")
+    request = Request(**{f.name: getattr(args, f.name) for f in fields(Request) if hasattr(args, f.name)})
+    return (replace(request, device="cpu") if args.ranks is not None and request.device == "auto" else request), recipe
 
 
 def fill(kind: type, content: object, where: str) -> object:

@@ -97,22 +97,28 @@ def weight_bytes(job: Job, part: str) -> int:
 
 def predicted_peak(job: Job) -> int:
     """Bytes on a device at the fullest moment: the text stage, denoising or the decode, by their largest tensors."""
-    size, (f, y, x), parallel = (
-        {part: weight_bytes(job, part) for part in job.models},
-        job.latent_shape,
-        job.recipe.parallel_config,
-    )
-    denoise = sum(size[part] for part in size if part.startswith("transformer")) // parallel.tp_size
-    if any(part.startswith("transformer") for part in size):
-        w, streams = job.work, 2 if job.negative is not None else 1
-        tokens = -(-job.tokens // (parallel.world // parallel.cfg_size // parallel.tp_size))
-        experts = sum(part.startswith("transformer") for part in size)
-        rows = 512 if job.preset.family == "wan" else max(map(len, job.texts))  # of text; a character is at least a token
-        denoise += experts * streams * w.layers * 2 * rows * w.kv_heads * w.head_dim * w.itemsize
-        wide = w.heads * w.head_dim  # x, h, q, k, v, o in the model's dtype and two in fp32; the MLP's are not there with them
-        denoise += tokens * ((2 * w.width + 2 * wide + 2 * w.kv_heads * w.head_dim) * w.itemsize + 2 * 4 * w.width)
-        if job.request.free_text_tower == "no":
-            denoise += size["text_tower"]
-    strip = (y, -(-x // parallel.parallel_vae_size))  # rows and columns give as much
-    decode = size["vae"] + job.models["vae"].decode_bytes(f, *strip, job.request.chunk or f, job.vae_dtype.itemsize)
-    return max(size.get("text_encoder", size.get("text_tower", 0)), denoise, decode)
+    size = {part: weight_bytes(job, part) for part in job.models}
+    denoiser = sum(size[part] for part in size if part.startswith("transformer")) // job.recipe.parallel_config.tp_size
+    texts, denoise, decode = size.get("text_encoder", size.get("text_tower", 0)), denoise_bytes(job), decode_bytes(job)
+    if job.kept.everything:
+        return texts + denoiser + size["vae"] + max(denoise, decode)
+    beside = size.get("text_tower", 0) if job.request.free_text_tower == "no" else 0
+    return max(texts, denoiser + denoise + beside, size["vae"] + decode)
+
+
+def denoise_bytes(job: Job) -> int:
+    """Of the denoiser's largest tensors, without its weights; 0 where latents are decoded."""
+    if not (experts := sum(part.startswith("transformer") for part in job.models)):
+        return 0
+    parallel, w, streams = job.recipe.parallel_config, job.work, 2 if job.negative is not None else 1
+    tokens = -(-job.tokens // (parallel.world // parallel.cfg_size // parallel.tp_size))
+    rows = 512 if job.preset.family == "wan" else max(map(len, job.texts))  # of text; a character is at least a token
+    texts = experts * streams * w.layers * 2 * rows * w.kv_heads * w.head_dim * w.itemsize
+    wide = w.heads * w.head_dim  # x, h, q, k, v, o in the model's dtype and two in fp32; the MLP's are not there with them
+    return texts + tokens * ((2 * w.width + 2 * wide + 2 * w.kv_heads * w.head_dim) * w.itemsize + 2 * 4 * w.width)
+
+
+def decode_bytes(job: Job) -> int:
+    (f, y, x), parts = job.latent_shape, job.recipe.parallel_config.parallel_vae_size
+    strip = (y, -(-x // parts))  # rows and columns give as much
+    return job.models["vae"].decode_bytes(f, *strip, job.request.chunk or f, job.vae_dtype.itemsize)

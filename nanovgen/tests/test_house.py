@@ -16,10 +16,13 @@ LEVELS = [  # a file imports from earlier rows only
     {"plan"},
     {"job"},
     {"summary"},
-    {"generate", "lesson", "floor"},
+    {"generate", "lesson", "floor", "preview"},
     {"cost"},
-    {"choose", "article", "bench"},
-    {"report"},
+    {"choose", "article", "bench", "orders", "ranks", "guard", "asked"},
+    {"report", "metrics", "client"},
+    {"api"},
+    {"server"},
+    {"serve"},
 ]
 
 

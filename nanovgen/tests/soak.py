@@ -1,0 +1,126 @@
+"""Many requests to one server of four CPU ranks: mixed shapes; some are deleted while made, some bad, some fail on a rank.
+
+    python -m nanovgen.tests.soak --requests 200
+
+Ends with status 0 where nothing hung, memory grew by at most 5 % after the first quarter, and no file or process was left.
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2])]
+
+from conftest import WAN, write_folder  # noqa: E402
+from serving import PATIENCE, Server, wait_for  # noqa: E402
+
+RECIPE = "parallel_config: {cfg_size: 2, ring_size: 2, parallel_vae_size: 2}"
+FAULT = """
+import os
+from nanovgen import generate
+velocity, decode = generate.velocity, generate.decode
+
+def broken(job, model, x, t, contexts):
+    if job.request.prompt == f"boom {os.environ['RANK']}" and t == job.times[-1]:
+        raise RuntimeError("boom on purpose")
+    return velocity(job, model, x, t, contexts)
+
+def late(job, latents, stages):
+    if job.request.prompt == f"late {os.environ['RANK']}":
+        raise OSError("late on purpose")
+    return decode(job, latents, stages)
+
+generate.velocity, generate.decode = broken, late
+"""
+SIZES, FRAMES, GROWTH = ("64x32", "48x48", "80x48", "32x64", "96x64"), (1, 5, 9, 13), 1.05
+BAD = ({"size": "853x480"}, {"num_frames": 80}, {"seed": "x"}, {"nonsense": 1}, {"num_inference_steps": 10**9}, {"prompt": ""})
+
+
+def memory(server: Server) -> dict[int, int]:
+    """KiB of each process, shared pages by their share."""
+    found = {}
+    for pid in server.processes():
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        found[pid] = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return found
+
+
+def one(server: Server, rng: random.Random) -> str:
+    """A request of some kind, to its end: what came of it."""
+    body = {"size": rng.choice(SIZES), "num_frames": rng.choice(FRAMES), "num_inference_steps": rng.randint(2, 4),
+            "guidance_scale": rng.choice([1, 4]), "guidance_scale_2": rng.choice([1, 3]), "seed": rng.randrange(99)}  # fmt: skip
+    kind = rng.choices(["good", "deleted", "bad", "boom", "late"], [70, 10, 10, 6, 4])[0]
+    if kind == "bad":
+        answer = server.ask("/v1/videos", {"prompt": "a circle"} | body | rng.choice(BAD))
+        assert answer.status == 422, answer
+        return kind
+    if kind == "deleted":
+        name = server.make(**body | {"num_inference_steps": 10**4})
+        if rng.random() < 0.7:
+            server.reaches(name, "denoise")
+        assert server.ask(f"/v1/videos/{name}", method="DELETE").json["deleted"]
+        wait_for(lambda: b"nanovgen_in_progress 0.0" in server.ask("/metrics").body, PATIENCE, "it is still being made")
+        assert server.ask(f"/v1/videos/{name}").status == 404 and not any(name in file for file in server.files())
+        return kind
+    if kind in ("boom", "late"):
+        rank = rng.randrange(4 if kind == "boom" else 2)  # the VAE is on two
+        video = server.ended(server.make(**body | {"prompt": f"{kind} {rank}"}), PATIENCE * 4)
+        assert video["status"] == "failed" and f"rank {rank}: " in video["error"]["message"], video
+        return f"failed ({kind})"
+    name = server.make(**body)
+    assert server.ended(name)["status"] == "completed", server.video(name)
+    assert server.ask(f"/v1/videos/{name}/content").body[4:8] == b"ftyp"
+    return kind
+
+
+def soak(server: Server, requests: int, seed: int = 0) -> dict:
+    """All of them; the counts, and the memory of all processes before and after. Raises AssertionError."""
+    rng, counts, before, start = random.Random(seed), Counter(), None, time.monotonic()
+    ranks = server.processes()
+    for i in range(requests):
+        if i == requests // 4:
+            before = memory(server)
+        counts[one(server, rng)] += 1
+        assert server.health() == 200
+    after = memory(server)
+    assert server.processes() == ranks, "a process is left or gone"
+    for page in iter(lambda: server.ask("/v1/videos?limit=100").json["data"], []):
+        for video in page:
+            server.ask(f"/v1/videos/{video['id']}", method="DELETE")
+    assert server.files() == set(), server.files()
+    server.stop()
+    return {"counts": dict(counts), "seconds": time.monotonic() - start, "before": before, "after": after,
+            "growth": sum(after.values()) / sum(before.values())}  # fmt: skip
+
+
+def start(folder: Path, model: Path) -> Server:
+    (folder / "recipe.yaml").write_text(RECIPE)
+    flags = ("--ranks", 4, "--recipe", folder / "recipe.yaml", "--max-steps", 10**4)
+    return Server(folder, "--model", model, *flags, code=FAULT).ready()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as home:
+        server = start(Path(home), write_folder(Path(home) / "tiny", WAN))
+        try:
+            found = soak(server, args.requests, args.seed)
+        finally:
+            server.kill()
+        left = sorted(path.name for path in (Path(home) / "videos").iterdir())
+    megabytes = [round(sum(found[when].values()) / 1024) for when in ("before", "after")]
+    print(f"{args.requests} requests in {found['seconds']:.0f} s: {found['counts']}")
+    print(f"memory of all processes: {megabytes[0]} MB after a quarter, {megabytes[1]} MB at the end: x {found['growth']:.3f}")
+    print(f"left in the folder: {', '.join(left)}; processes left: none")
+    return 0 if found["growth"] <= GROWTH else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
