@@ -11,13 +11,15 @@ LEVELS = [  # a file imports from earlier rows only
     {"push", "recipe"},
     {"mesh"},
     {"attention", "vae", "text", "dress", "scheduler", "video"},
-    {"ulysses", "ring", "attn2d", "cfg", "tp", "vae_parallel"},
+    {"ulysses", "ring", "attn2d", "cfg", "tp", "vae_parallel", "metrics"},
     {"wan", "cosmos", "checkpoint", "launch", "compiled"},
     {"plan"},
     {"job"},
     {"summary"},
     {"generate", "lesson", "floor"},
     {"bench"},
+    {"clips"},
+    {"quality"},
 ]
 
 
