@@ -1,6 +1,6 @@
 """Clips of the same prompts by many recipes, and by one rank in ways that should make no difference: quality.py's material.
 
-Each is kept as PREFIX.DTYPE.PROMPT.safetensors, latents and pixels as they are before H.264. CPU ranks are forked, one number
+Each is a file VARIANT.DTYPE.NUMBER.safetensors, latents and pixels as they are before H.264. CPU ranks are forked, one number
 of ranks after another, with one thread each: another number of threads is another order of sums.
 """
 
@@ -126,7 +126,8 @@ def make_clips(found: Jobs, prompts: list[str], folder: Path, world: int) -> Non
             m = mesh.open_mesh(device, plan.degrees(parallel), parallel.parallel_vae_size)
         for i, prompt in enumerate(prompts):
             start = time.perf_counter()
-            clip = make_clip(replace(job, device=device, mesh=m, request=replace(job.request, prompt=prompt)))
+            request = replace(job.request, prompt=prompt)
+            clip = make_clip(replace(job, device=device, mesh=m, request=request, kept=[]))  # a text tower for this clip alone
             if rank == 0:
                 save_file({"latents": clip.latents, "pixels": clip.pixels}, clip_path(folder, variant, dtype, i))
                 print(f"{variant.name}, {dtype}, clip {i}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)

@@ -62,12 +62,12 @@ def judge(rows: list[dict], dtype: str) -> dict:
     ones = [row for row in rows if row["ranks"] == 1]
     floor, source = max((row["truth"]["latents"]["error"], row["name"]) for row in ones)
     limit, psnr = SLACK * floor, min(row["truth"]["pixels"]["psnr"] for row in ones) - 20 * math.log10(SLACK)
-    exact = dtype == "float32"
+    exact, most = dtype == "float32", max(1, *(row["truth"]["pixels"]["most"] for row in ones))
     limit = max(limit, ORDERS) if exact else limit
     for row in rows:
         error, pixels = row["truth"]["latents"]["error"], row["truth"]["pixels"]
         row["of_floor"] = error / floor if floor else 0.0
-        row["within"] = error <= limit and (pixels["most"] <= 1 if exact else pixels["psnr"] >= psnr)
+        row["within"] = error <= limit and (pixels["most"] <= most if exact else pixels["psnr"] >= psnr)
     return {"dtype": dtype, "floor": floor, "floor_is": source, "limit": limit, "rows": rows}
 
 
@@ -85,9 +85,11 @@ STRIPS = "a narrower strip: the convolution's library may sum in another order" 
 
 def explain(variant: Variant, alone: dict) -> str:
     """Why bits are not one rank's; empty where all are."""
-    if alone["latents"]["error"]:
-        return "sums in another order" if variant in FLOOR else why(variant.recipe.parallel_config)
-    return STRIPS if alone["pixels"]["differ"] else ""
+    if not alone["latents"]["error"] and not alone["pixels"]["differ"]:
+        return ""
+    if variant in FLOOR:
+        return "sums in another order"
+    return why(variant.recipe.parallel_config) if alone["latents"]["error"] else STRIPS
 
 
 def tables(found: Jobs, folder: Path, count: int, lpips: Perceptual | None) -> list[dict]:
@@ -158,6 +160,15 @@ def show_files(paths: list[str]) -> dict:
 # The command line
 
 
+def plain(x: object) -> object:
+    """For JSON, which has no infinity: a PSNR that is infinite is null."""
+    if isinstance(x, dict):
+        return {name: plain(value) for name, value in x.items()}
+    if isinstance(x, list):
+        return [plain(value) for value in x]
+    return None if x == math.inf else x
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(prog="nanovgen.quality", description=__doc__, formatter_class=raw)
@@ -173,7 +184,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--seed", type=int, default=42, help="of the noise of every clip")
     p.add_argument("--device", default="auto", help="as in run.py")
     p.add_argument("--keep", type=Path, help="a folder for the clips: latents and pixels, one safetensors file each")
-    p.add_argument("--out", type=Path, help="JSON of all of it")
+    p.add_argument("--out", type=Path, help="JSON of all of it (a PSNR that is infinite is null)")
     return p.parse_args(arguments)
 
 
@@ -220,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
             report = report_table(args, found, refused, folder)
         status = int(not all(row["within"] for table in report["tables"] for row in table["rows"]))
     if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        args.out.write_text(json.dumps(plain(report), indent=1, allow_nan=False) + "\n")
     return status
 
 
