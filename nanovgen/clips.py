@@ -47,21 +47,24 @@ FLOOR = (AGAIN, IN_REVERSE, TWO_THREADS)
 Jobs = dict[tuple[Variant, str], Job]  # by how, and in which dtype
 
 
+def label(parallel: ParallelConfig) -> str:
+    vae = f", VAE {parallel.parallel_vae_size} by {parallel.parallel_vae_split_dim}" if parallel.parallel_vae_size > 1 else ""
+    return name_of(parallel) + vae
+
+
 def sweep(world: int) -> Iterator[Variant]:
     """Every recipe of so many ranks, and the VAE on all of them, both ways."""
     if world == 1:
         return
-    for parallel in recipes(world):
-        yield Variant(name_of(parallel), Recipe(parallel_config=parallel), swept=True)
-    for dim in ("width", "height"):
-        parallel = ParallelConfig(ring_size=world, parallel_vae_size=world, parallel_vae_split_dim=dim)
-        yield Variant(f"{name_of(parallel)}, VAE {world} by {dim}", Recipe(parallel_config=parallel), swept=True)
+    strips = [ParallelConfig(ring_size=world, parallel_vae_size=world, parallel_vae_split_dim=dim) for dim in ("width", "height")]
+    for parallel in [*recipes(world), *strips]:
+        yield Variant(label(parallel), Recipe(parallel_config=parallel), swept=True)
 
 
 def choose(names: list[str], worlds: list[int]) -> list[Variant]:
     """Recipes by name and by number of ranks; one that is there already, or is one rank, is left out."""
     named = [(name, read_recipe(name)) for name in names]
-    labelled = [Variant(f"{name}: {name_of(recipe.parallel_config)}", recipe) for name, recipe in named]
+    labelled = [Variant(f"{name}: {label(recipe.parallel_config)}", recipe) for name, recipe in named]
     found = []
     for variant in [*labelled, *(v for world in worlds for v in sweep(world))]:
         if variant.recipe not in [Recipe(), *(v.recipe for v in found)]:

@@ -7,18 +7,18 @@
         --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompts "two cats box on a stage"        # every recipe of 2 GPUs
 
 A clip is compared as latents, and as pixels before H.264. The truth is one rank in float32 (where it is not among --dtypes, one
-rank). The noise floor comes first: one rank, the same again, and two that add in another order (clips.py's FLOOR); it is the
-distance of the farthest of them from the truth. Nothing that is right can be told from the truth by less. A recipe may be 1.1
-times as far, in latents and in pixels; and in float32 1e-5, by which right orders may differ, and one level of 255, where a
-value lies on the edge between two.
-
-Errors are of all prompts together: a single clip's rounding errors are too few to be compared within a tenth.
+rank). The noise floor comes first: one rank, the same again, and two that add in another order (clips.py's FLOOR). A clip's floor
+is the distance of the farthest of them from the truth: by less, nothing that is right can be told from it. How much a prompt
+magnifies rounding differs tenfold, so a recipe's errors are counted in floors, clip by clip; their mean may be 1.1, in latents
+and in pixels. In float32 1e-5, by which right orders may differ, is right in any case, and pixels are held to one level of 255
+(where a value lies on the edge between two) or to what the floor's are off by: too few are off for a mean.
 """
 
 import argparse
 import json
 import math
 import os
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -46,29 +46,35 @@ PROMPTS = (  # of the tiny models' world
 Kind = tuple[Variant, str]  # how, and in which dtype
 
 
-def measure(a: Kind, b: Kind, folder: Path, count: int, lpips: Perceptual | None) -> dict[str, dict]:
-    """a's clips against b's, all prompts together."""
-    found = {}
+def measure(a: Kind, b: Kind, folder: Path, count: int, lpips: Perceptual | None) -> dict:
+    """a's clips against b's: of all frames together and, under `each`, by clip the latents' error and the pixels', in levels."""
+    found, each = {}, []
     for i in range(count):
         pair = [metrics.read(clips.clip_path(folder, *which, i)) for which in (a, b)]
-        for kind, frames in metrics.compare(*pair, lpips).items():
+        one = metrics.compare(*pair, lpips)
+        each.append([summary(one["latents"])["error"], statistics.mean(one["pixels"]["mse"]) ** 0.5])
+        for kind, frames in one.items():
             for name, values in frames.items():
                 found.setdefault(kind, {}).setdefault(name, []).extend(values)
-    return {kind: summary(frames) for kind, frames in found.items()}
+    return {kind: summary(frames) for kind, frames in found.items()} | {"each": each}
+
+
+def ratio(error: float, floor: float) -> float:
+    return error / floor if floor else math.inf if error else 0.0
 
 
 def judge(rows: list[dict], dtype: str) -> dict:
-    """Adds to each row how often the floor it is, and whether that is within the limit; returns both."""
-    ones = [row for row in rows if row["ranks"] == 1]
-    floor, source = max((row["truth"]["latents"]["error"], row["name"]) for row in ones)
-    limit, psnr = SLACK * floor, min(row["truth"]["pixels"]["psnr"] for row in ones) - 20 * math.log10(SLACK)
-    exact, most = dtype == "float32", max(1, *(row["truth"]["pixels"]["most"] for row in ones))
-    limit = max(limit, ORDERS) if exact else limit
+    """Adds to each row its errors in floors, latents' and pixels', and whether they are within the limits; returns the floors."""
+    ones, exact = [row["truth"] for row in rows if row["floor"]], dtype == "float32"
+    floors = [[max(errors) for errors in zip(*clip, strict=True)] for clip in zip(*(one["each"] for one in ones), strict=True)]
+    most = max(1, *(one["pixels"]["most"] for one in ones))
     for row in rows:
-        error, pixels = row["truth"]["latents"]["error"], row["truth"]["pixels"]
-        row["of_floor"] = error / floor if floor else 0.0
-        row["within"] = error <= limit and (pixels["most"] <= most if exact else pixels["psnr"] >= psnr)
-    return {"dtype": dtype, "floor": floor, "floor_is": source, "limit": limit, "rows": rows}
+        each = row["truth"]["each"]
+        ratios = [[ratio(*pair) for pair in zip(*clip, strict=True)] for clip in zip(each, floors, strict=True)]
+        latents, pixels = row["of_floor"] = [statistics.mean(column) for column in zip(*ratios, strict=True)]
+        right = exact and max(error for error, _ in each) <= ORDERS
+        row["within"] = (right or latents <= SLACK) and (row["truth"]["pixels"]["most"] <= most if exact else pixels <= SLACK)
+    return {"dtype": dtype, "floors": floors, "rows": rows}
 
 
 def why(parallel: ParallelConfig) -> str:
@@ -83,12 +89,14 @@ def why(parallel: ParallelConfig) -> str:
 STRIPS = "a narrower strip: the convolution's library may sum in another order"  # the same of pixels, and of a parallel VAE
 
 
-def explain(variant: Variant, alone: dict) -> str:
+def explain(variant: Variant, alone: dict, same_kernel: bool = True) -> str:
     """Why bits are not one rank's; empty where all are."""
     if not alone["latents"]["error"] and not alone["pixels"]["differ"]:
         return ""
     if variant in FLOOR:
         return "sums in another order"
+    if not same_kernel or variant.recipe.torch_compile_config.enable:
+        return "compiled blocks" if same_kernel else "another attention kernel"
     return why(variant.recipe.parallel_config) if alone["latents"]["error"] else STRIPS
 
 
@@ -101,7 +109,9 @@ def tables(found: Jobs, folder: Path, count: int, lpips: Perceptual | None) -> l
         for v in [v for v, d in found if d == dtype]:
             alone = measure((v, dtype), alone_is, folder, count, lpips)
             truth = alone if truth_is == alone_is else measure((v, dtype), truth_is, folder, count, None)
-            rows.append({"name": v.name, "ranks": v.world, "alone": alone, "truth": truth, "why": explain(v, alone)})
+            reason = explain(v, alone, found[v, dtype].kernel == found[alone_is].kernel)
+            rows.append({"name": v.name, "ranks": v.world, "floor": v in (REFERENCE, *FLOOR), "alone": alone, "truth": truth,
+                         "why": reason})  # fmt: skip
         made.append(judge(rows, dtype) | {"truth": truth_is[1]})
     return made
 
@@ -109,17 +119,21 @@ def tables(found: Jobs, folder: Path, count: int, lpips: Perceptual | None) -> l
 def show_table(table: dict) -> None:
     """As Markdown."""
     far, perceptual = table["truth"] != table["dtype"], "lpips" in table["rows"][0]["alone"]["pixels"]
-    print(f"\n{table['dtype']}: floor {table['floor']:.2e} ({table['floor_is']}), limit {table['limit']:.2e}\n")
-    head = ["recipe", "ranks", "latents off by", *([f"from {table['truth']}", "PSNR from there"] if far else []), "of the floor",
-            "PSNR", "SSIM", "cosine", *(["LPIPS"] if perceptual else []), "values that differ", "why"]  # fmt: skip
+    floors, levels = zip(*table["floors"], strict=True)
+    print(f"\n{table['dtype']}: floors {min(floors):.1e} .. {max(floors):.1e} in latents, "
+          f"{min(levels):.1e} .. {max(levels):.1e} levels in pixels, by clip\n")  # fmt: skip
+    head = ["recipe", "ranks", "latents off by", *([f"from {table['truth']}", "PSNR from there"] if far else []),
+            "in floors: latents, pixels", "PSNR", "SSIM", "cosine", *(["LPIPS"] if perceptual else []), "values that differ",
+            "why"]  # fmt: skip
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for row in table["rows"]:
         latents, p, truth = row["alone"]["latents"], row["alone"]["pixels"], row["truth"]
         there = [f"{truth['latents']['error']:.2e}", f"{truth['pixels']['psnr']:.2f}"] if far else []
         differ = f"{p['differ']} of {p['of']}, by {p['most']:.0f} at most" if p["differ"] else "none"
-        cells = [row["name"], str(row["ranks"]), f"{latents['error']:.2e}", *there, f"{row['of_floor']:.2f}",
-                 f"{p['psnr']:.2f}", f"{p['ssim']:.6f}", f"{p['cosine']:.7f}", *([f"{p['lpips']:.6f}"] if perceptual else []),
-                 differ, ("" if row["within"] else "BEYOND THE LIMIT; ") + row["why"]]  # fmt: skip
+        in_floors = ", ".join(f"{times:.2f}" for times in row["of_floor"])
+        cells = [row["name"], str(row["ranks"]), f"{latents['error']:.2e}", *there, in_floors, f"{p['psnr']:.2f}",
+                 f"{p['ssim']:.6f}", f"{p['cosine']:.7f}", *([f"{p['lpips']:.6f}"] if perceptual else []), differ,
+                 ("" if row["within"] else "BEYOND THE LIMIT; ") + row["why"]]  # fmt: skip
         print(f"| {' | '.join(cells)} |")
 
 

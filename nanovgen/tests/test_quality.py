@@ -13,7 +13,7 @@ from conftest import PROMPT
 from safetensors.torch import save_file
 
 from nanovgen import attention, clips, metrics, quality, video
-from nanovgen.recipe import ParallelConfig, Recipe
+from nanovgen.recipe import ParallelConfig, Recipe, TorchCompileConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--size", "64x32", "--frames", "5", "--steps", "2"]
@@ -56,7 +56,8 @@ def test_every_recipe_of_two_ranks(table, wide_folder, tmp_path):
     assert "no LPIPS" in said and len([*keep.iterdir()]) == len(rows)
     paths = [clips.clip_path(keep, clips.Variant(name), "float32", 0) for name in ("ring2", "one rank")]
     pair = {kind: metrics.summary(frames) for kind, frames in metrics.compare(*map(metrics.read, paths)).items()}
-    assert quality.plain(pair) == rows["ring2"]["alone"] and pair["pixels"]["of"] == 5 * 64 * 32 * 3
+    each = [[pair["latents"]["error"], pytest.approx((255**2 / 10 ** (pair["pixels"]["psnr"] / 10)) ** 0.5)]]
+    assert quality.plain(pair) | {"each": each} == rows["ring2"]["alone"] and pair["pixels"]["of"] == 5 * 64 * 32 * 3
 
 
 def test_bfloat16_is_held_against_float32(table, wide_folder, recipe):
@@ -78,6 +79,7 @@ def test_clips_of_all_prompts_count_together(tmp_path):
             pixels = torch.full((1, 16, 16, 3), 10 * i, dtype=torch.uint8)
             save_file({"latents": x, "pixels": pixels}, clips.clip_path(tmp_path, variant, "float32", i))
     found = quality.measure((clips.AGAIN, "float32"), (clips.REFERENCE, "float32"), tmp_path, 2, None)
+    assert found["each"] == [[pytest.approx(0.1), 0], [0, 0]]
     assert found["latents"]["error"] == pytest.approx(0.1 / 17**0.5) and found["pixels"]["of"] == 2 * 16 * 16 * 3
 
 
@@ -93,27 +95,20 @@ def test_ranks_of_torchrun(wide_folder, recipe, tmp_path):
     assert 0 < row["alone"]["latents"]["error"] < 1e-5 and row["within"] and done.stdout.count("ring2 | 2 |") == 1
 
 
-BROKEN = {  # what is wrong, and the recipe in which that must be seen
-    "a ring that averages": (
-        "from nanovgen import ring\nring.merge = lambda parts, _: (sum(o for o, _ in parts) / len(parts), parts[0][1])",
-        dict(ring_size=2),
-    ),
-    "no halo": (
-        "from nanovgen import vae_parallel\nvae_parallel.StripStream.border = lambda self, x: (x, (1, 1))",
-        dict(cfg_size=2, parallel_vae_size=2),
-    ),
-}
+BROKEN = """
+from nanovgen import ring, vae_parallel
+ring.merge = lambda parts, _: (sum(o for o, _ in parts) / len(parts), parts[0][1])
+vae_parallel.StripStream.border = lambda self, x: (x, (1, 1))
+"""
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_recipe_is_beyond_the_limit(name, table, wide_folder, recipe):
-    """And one beside it, in which nothing is broken, is not."""
-    code, parallel = BROKEN[name]
-    paths = [recipe(**parallel), recipe(ulysses_size=2)]
+def test_broken_recipes_are_beyond_the_limit(table, wide_folder, recipe):
+    """A ring that averages, a VAE whose strips borrow nothing; and one beside them in which nothing is broken."""
+    ring, strips, right = recipe(ring_size=2), recipe(cfg_size=2, parallel_vae_size=2), recipe(ulysses_size=2)
     request = ["--model", wide_folder, "--dtypes", "float32", "--prompts", PROMPT]
-    report, said = table(*request, "--recipes", *paths, code=code, status=1)
+    report, said = table(*request, "--recipes", ring, strips, right, code=BROKEN, status=1)
     beyond = [name for name, row in rows_of(report, "float32").items() if not row["within"]]
-    assert len(beyond) == said.count("BEYOND THE LIMIT") == 1 and beyond[0].startswith(str(paths[0]))
+    assert beyond == [f"{ring}: ring2", f"{strips}: cfg2, VAE 2 by width"] and said.count("BEYOND THE LIMIT") == 2
 
 
 def test_swept_recipes_that_cannot_work_are_said(wide_folder, tmp_path):
@@ -139,27 +134,41 @@ def test_why_bits_differ():
     assert quality.explain(ring, alone(0, 0)) == quality.explain(clips.TWO_THREADS, alone(0, 0)) == ""
     assert "narrower strip" in quality.explain(strips, alone(0, 1)) and "merged" in quality.explain(ring, alone(1e-6, 1))
     assert "fewer rows" in quality.explain(strips, alone(1e-6, 0))
+    assert quality.explain(ring, alone(1e-2, 1), same_kernel=False) == "another attention kernel"
+    compiled = clips.Variant("compiled", Recipe(torch_compile_config=TorchCompileConfig(True)))
+    assert quality.explain(compiled, alone(1e-6, 0)) == "compiled blocks"
     assert {quality.explain(clips.TWO_THREADS, alone(*off)) for off in ((0, 1), (1e-6, 0))} == {"sums in another order"}
 
 
-def row(name: str, error: float, psnr: float = math.inf, most: int = 0, ranks: int = 2) -> dict:
-    return {"name": name, "ranks": ranks, "truth": {"latents": {"error": error}, "pixels": {"psnr": psnr, "most": most}}}
+def row(latents: list[float], levels: list[float], most: int = 1, floor: bool = False) -> dict:
+    """Errors by clip."""
+    return {"floor": floor, "truth": {"each": [*zip(latents, levels, strict=True)], "pixels": {"most": most}}}
 
 
-@pytest.mark.parametrize(("dtype", "floor", "rows"), [  # rows: error, PSNR, largest difference in levels, within
-    ("float32", 1e-6, [(9.9e-6, 90, 1, True), (1.1e-5, 90, 1, False), (0, 60, 2, False), (0, math.inf, 0, True)]),
-    ("float32", 1e-4, [(1.09e-4, 90, 1, True), (1.11e-4, 90, 1, False)]),
-    ("bfloat16", 1e-2, [(1.09e-2, 40, 9, True), (1.11e-2, 40, 9, False), (1e-2, 39.18, 9, True), (1e-2, 39.16, 9, False)]),
-])  # fmt: skip
-def test_limits(dtype, floor, rows):
-    """1.1 times the farthest of the one-rank rows, and 20 log10 1.1 = 0.828 dB below the lowest PSNR among them."""
-    ones = [row("one rank", floor / 2, 41, 0, 1), row("again", floor / 2, 40, 0, 1), row("other", floor, 45, 0, 1)]
-    wild = quality.judge([*ones[:2], row("wild", floor, 40, 7, 1), row("r", floor, 40, 7)], dtype)
-    assert wild["rows"][3]["within"]  # where right ones are some levels apart, so may others be
-    table = quality.judge([*ones, *(row("r", *r[:3]) for r in rows)], dtype)
-    assert table["floor"] == floor and table["floor_is"] == "other"
-    assert [r["within"] for r in table["rows"]] == [True] * 3 + [r[3] for r in rows]
-    assert [r["of_floor"] for r in table["rows"][:3]] == [0.5, 0.5, 1]
+LIMITS = {  # the floor's rows; another row; within
+    "float32, 1e-5": ("float32", [row([1e-6, 2e-6], [0, 0])], row([9.9e-6, 9.9e-6], [9, 9]), True),
+    "float32, above": ("float32", [row([1e-6, 2e-6], [0, 0])], row([0, 1.1e-5], [0, 0]), False),
+    "float32, floor": ("float32", [row([1e-4, 3e-4], [1, 1]), row([2e-4, 1e-4], [1, 1])], row([2e-4, 3.5e-4], [1, 1]), True),
+    "float32, too far": ("float32", [row([1e-4, 3e-4], [1, 1]), row([2e-4, 1e-4], [1, 1])], row([2e-4, 3.7e-4], [1, 1]), False),
+    "float32, two levels": ("float32", [row([1e-6], [0.1])], row([1e-6], [0.1], most=2), False),
+    "float32, as the floor": ("float32", [row([1e-6], [0.1], most=2)], row([1e-6], [0.1], most=2), True),
+    "bfloat16": ("bfloat16", [row([0.01, 0.1], [2, 4])], row([0.015, 0.06], [2.2, 4.4], most=90), True),
+    "bfloat16, latents": ("bfloat16", [row([0.01, 0.1], [2, 4])], row([0.015, 0.08], [2, 4]), False),
+    "bfloat16, pixels": ("bfloat16", [row([0.01, 0.1], [2, 4])], row([0.01, 0.1], [1, 7]), False),
+    "bfloat16, none": ("bfloat16", [row([0, 0], [0, 0])], row([0, 1e-9], [0, 0]), False),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits(name):
+    """The mean over the clips of an error by the largest of the floor's for that clip, 1.1; what float32 allows beside it."""
+    dtype, ones, other, within = LIMITS[name]
+    table = quality.judge([*(one | {"floor": True} for one in ones), dict(other)], dtype)
+    assert [r["within"] for r in table["rows"]] == [True] * len(ones) + [within]
+    assert table["floors"] == [[max(errors) for errors in zip(*clip, strict=True)] for clip in zip(*(
+        one["truth"]["each"] for one in ones), strict=True)]  # fmt: skip
+    if name == "bfloat16":
+        assert table["rows"][1]["of_floor"] == pytest.approx([(1.5 + 0.6) / 2, 1.1])
 
 
 def test_keys_in_reverse_are_right_and_add_in_another_order():
