@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanovgen import attention, cfg, checkpoint, cosmos, launch, mesh, plan, push, ring, tp, ulysses, vae_parallel
+from nanovgen import attention, cfg, checkpoint, cosmos, launch, mesh, plan, push, quality, ring, tp, ulysses, vae_parallel
 from nanovgen.cosmos import Cosmos, CosmosConfig, TextTower
 from nanovgen.mesh import Cut, Mesh
 from nanovgen.recipe import ParallelConfig
@@ -91,18 +91,6 @@ def make(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(seed)
     model.load_state_dict({name: gain(p.shape, name, generator) for name, p in model.state_dict().items()})
     return model.requires_grad_(False).eval()
-
-
-def why(name: str) -> str:
-    """What may make the bits of a configuration differ from one rank's."""
-    if name.startswith("vae"):
-        return "a narrower strip: the convolution's library may sum in another order"
-    parallel = parse(name)
-    if parallel.tp_size > 1:
-        return "partial sums of a matrix product are rounded, then added"
-    if parallel.ring_size > 1 or parallel.attn2d_size[1] > 1 or "overlapped" in name:
-        return "partial results are merged"
-    return "fewer rows a rank: the matrix library may sum in another order"
 
 
 def wan_texts(grid: str, generator: torch.Generator) -> list[Tensor]:
@@ -205,8 +193,10 @@ class Row:
 
     def __str__(self) -> str:
         ratio, bits = f"{self.sent / self.formula:.4f}" if self.formula else "-", "yes" if self.equal else "no"
+        config = self.name.split()[0]
+        why = "" if self.equal else quality.STRIPS if config.startswith("vae") else quality.why(parse(config))
         return (f"{self.name:<42} {self.place:<18} {self.ranks:>5} {self.error:>10.2e} {self.limit:>8.1e} {bits:>5} "
-                f"{self.sent:>12.0f} {ratio:>8}  {'' if self.equal else why(self.name.split()[0])}")  # fmt: skip
+                f"{self.sent:>12.0f} {ratio:>8}  {why}")  # fmt: skip
 
 
 HEADER = (f"{'configuration':<42} {'dtype, kernel':<18} {'ranks':>5} {'error':>10} {'limit':>8} {'bits':>5} "

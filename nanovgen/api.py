@@ -26,8 +26,8 @@ from starlette.exceptions import HTTPException
 
 from nanovgen import summary
 from nanovgen.asked import Asked, Limits, decode_reference, save_image, to_request
+from nanovgen.gauges import Metrics
 from nanovgen.guard import Guard
-from nanovgen.metrics import Metrics
 from nanovgen.orders import Full, Order, Orders
 from nanovgen.ranks import Ranks
 

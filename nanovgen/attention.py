@@ -12,6 +12,7 @@ before it is used.
     flash, cudnn       torch's own, half precision     fa3    fa3-fwd, flash-attn-3    9.0     arXiv:2407.08608
                                                        fa4    flash-attn-4             9.0 and 10.0
     fa3-fp8            fa3 on q, k, v rounded to float8: faster, and a few per cent off, so never chosen unasked
+    reversed           the default one on keys in reverse order: what another order of summing changes (quality.py's floor)
 """
 
 import importlib
@@ -114,6 +115,10 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return o.transpose(1, 2), lse
 
 
+def _reversed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return KERNELS[default_kernel(q.device, q.dtype)](q, k.flip(2), v.flip(2))
+
+
 def tokens_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
@@ -130,15 +135,9 @@ def find_kernel(name: str, compiled: bool = False) -> Kernel:
 
 
 KERNELS: dict[str, Kernel] = {"cpu": _cpu, "flash": _flash, "cudnn": _cudnn, "efficient": _efficient, "fa2": _fa2, "fa3": _fa3,
-                              "fa4": _fa4, "fa3-fp8": _fa3_fp8}  # fmt: skip
-GROUPED = {
-    _cpu,
-    _fa2,
-    _fa3,
-    _fa3_fp8,
-    _fa3_fp8_compiled,
-    _fa4,
-}  # take fewer key heads than query heads; for the others they are repeated
+                              "fa4": _fa4, "fa3-fp8": _fa3_fp8, "reversed": _reversed}  # fmt: skip
+# These take fewer key heads than query heads; for the others they are repeated.
+GROUPED = {_cpu, _fa2, _fa3, _fa3_fp8, _fa3_fp8_compiled, _fa4}
 # Kernels that are installed apart from torch: their modules, the first that is there; the cards' capabilities.
 MODULES = {"fa2": ("flash_attn",), "fa3": ("fa3_fwd_interface", "flash_attn_interface"), "fa4": ("flash_attn.cute",)}
 CARDS = {"fa2": range(8, 13), "fa3": (9,), "fa4": (9, 10)}
@@ -160,6 +159,8 @@ def installed(name: str) -> ModuleType | None:
 
 def refusal(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a kernel cannot run there, as what follows its name; None: it can."""
+    if name == "reversed":  # it is whichever runs
+        return None
     base = name.removesuffix("-fp8")
     if base in MODULES and installed(base) is None:
         return "is not installed here"

@@ -21,8 +21,8 @@ from fastapi import FastAPI
 from nanovgen import generate, ranks
 from nanovgen.api import Desk, make_app
 from nanovgen.asked import Limits
+from nanovgen.gauges import Metrics
 from nanovgen.job import Job
-from nanovgen.metrics import Metrics
 from nanovgen.orders import Order, Orders, tidy, way_on
 from nanovgen.preview import Previewer
 from nanovgen.ranks import Ranks

@@ -192,3 +192,17 @@ def read_image(path: str, width: int, height: int, cover: bool = False) -> Tenso
         top, left = round((rows - height) / 2), round((columns - width) / 2)
         x = x[:, :, top : top + height, left : left + width].round().clamp(0, 255)
     return x[:, :, None] / 127.5 - 1
+
+
+def read_video(path: Path) -> tuple[np.ndarray, float]:
+    """Frames, uint8 (f, y, x, 3), and frames a second, of a file that ffmpeg can read; ValueError in one line for another."""
+    try:
+        frames = imageio_ffmpeg.read_frames(str(path))
+        meta = next(frames)
+        (width, height), found = meta["source_size"], [np.frombuffer(frame, np.uint8) for frame in frames]
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be read as a video: {str(error).strip().splitlines()[-1]}") from None
+    expected = round(meta["duration"] * meta["fps"])
+    if len(found) < max(1, expected - 1):  # a file whose end is missing plays as far as it goes
+        raise ValueError(f"{path} has {len(found)} frames and says it lasts {expected}; it is cut off")
+    return np.stack(found).reshape(-1, height, width, 3), meta["fps"]
