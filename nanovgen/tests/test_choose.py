@@ -93,6 +93,25 @@ def test_our_own_block():
     assert sum(found.values()) == pytest.approx(263.6e-3, rel=0.02)
 
 
+OURS = {  # seconds of a step of two streams on two H200s, 8 of 40 layers, FA3, compiled, 2026-11-30: README.md's table
+    "one rank": (3.7074, {}),
+    "ulysses 2": (1.9450, dict(ulysses_size=2)),
+    "ulysses 2 async": (1.9207, dict(ulysses_size=2, async_ulysses=True)),
+    "ulysses 2 fused": (1.9443, dict(ulysses_size=2, fused_ulysses=True)),
+    "ring 2": (1.9365, dict(ring_size=2)),
+    "1x2": (1.9716, dict(attn2d_size=(1, 2))),
+    "1x2 reduce_scatter": (1.9858, dict(attn2d_size=(1, 2), attn2d_merge="reduce_scatter")),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_own_steps(name):
+    measured, degrees = OURS[name]
+    found = sum(cost.step(H200, "fa3", ParallelConfig(**degrees), WAN).values()) / 5  # 8 of 40 layers
+    print(f"{name}: measured {measured:.3f} s, predicted {found:.3f} s, {found / measured - 1:+.1%}")
+    assert found == pytest.approx(measured, rel=0.07)
+
+
 # The terms
 
 
