@@ -119,18 +119,19 @@ def tables(found: Jobs, folder: Path, count: int, lpips: Perceptual | None) -> l
 def show_table(table: dict) -> None:
     """As Markdown."""
     far, perceptual = table["truth"] != table["dtype"], "lpips" in table["rows"][0]["alone"]["pixels"]
+    exact = table["dtype"] == "float32"  # whose pixels are not held to floors
     floors, levels = zip(*table["floors"], strict=True)
     print(f"\n{table['dtype']}: floors {min(floors):.1e} .. {max(floors):.1e} in latents, "
           f"{min(levels):.1e} .. {max(levels):.1e} levels in pixels, by clip\n")  # fmt: skip
     head = ["recipe", "ranks", "latents off by", *([f"from {table['truth']}", "PSNR from there"] if far else []),
-            "in floors: latents, pixels", "PSNR", "SSIM", "cosine", *(["LPIPS"] if perceptual else []), "values that differ",
+            "floors" if exact else "floors: latents, pixels", "PSNR", "SSIM", "cosine", *(["LPIPS"] if perceptual else []), "values that differ",
             "why"]  # fmt: skip
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for row in table["rows"]:
         latents, p, truth = row["alone"]["latents"], row["alone"]["pixels"], row["truth"]
         there = [f"{truth['latents']['error']:.2e}", f"{truth['pixels']['psnr']:.2f}"] if far else []
         differ = f"{p['differ']} of {p['of']}, by {p['most']:.0f} at most" if p["differ"] else "none"
-        in_floors = ", ".join(f"{times:.2f}" for times in row["of_floor"])
+        in_floors = ", ".join(f"{times:.2f}" for times in row["of_floor"][: 1 if exact else 2])
         cells = [row["name"], str(row["ranks"]), f"{latents['error']:.2e}", *there, in_floors, f"{p['psnr']:.2f}",
                  f"{p['ssim']:.6f}", f"{p['cosine']:.7f}", *([f"{p['lpips']:.6f}"] if perceptual else []), differ,
                  ("" if row["within"] else "BEYOND THE LIMIT; ") + row["why"]]  # fmt: skip
