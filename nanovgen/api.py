@@ -175,6 +175,8 @@ async def enter(request: Request) -> Order:
     except ValueError as error:
         desk.metrics.ends.labels("refused").inc()
         raise Refused(422, str(error)) from None
+    except OSError as error:
+        raise Refused(507, f"the server cannot write: {error}") from None
 
 
 @routes.get("/health")

@@ -116,12 +116,12 @@ def decode_reference(given: str | Reference) -> bytes:
 
 
 def save_image(data: bytes, path: Path) -> None:
-    """Decode an upload and keep its pixels as a PNG of our own. Raises ValueError."""
+    """Decode an upload and keep its pixels as a PNG of our own. Raises ValueError, or OSError where it cannot be written."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > IMAGE_PIXELS:
                 raise ValueError(f"it has {image.width}x{image.height} pixels; {IMAGE_PIXELS} are the most")
-            image.convert("RGB").save(path, "PNG", compress_level=1)
+            pixels = image.convert("RGB")
     except Exception as error:  # Pillow's decoders raise many kinds
-        path.unlink(missing_ok=True)
         raise ValueError(f"input_reference is no PNG, JPEG or WebP that can be read: {error}") from None
+    pixels.save(path, "PNG", compress_level=1)

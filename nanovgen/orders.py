@@ -21,6 +21,7 @@ from nanovgen.recipe import Request
 
 TABLE = """create table if not exists videos (number integer primary key autoincrement, id text unique, status text,
     request text, plan text, created real, started real, completed real, error text, report text)"""
+UPDATE = "update videos set status = ?, started = ?, completed = ?, error = ?, report = ? where id = ?"
 ENDS = (".mp4", ".json", ".png", ".latents.safetensors", ".image.png")  # of the files of one video; the last is an upload
 
 
@@ -74,6 +75,7 @@ class Orders:
         self.lock = threading.Condition(threading.RLock())
         self.waiting: deque[Order] = deque()
         self.current: Order | None = None
+        self.unsaved: dict[str, tuple[Order, str]] = {}  # and the status to write, by id: what a full disk did not take
         self.file = sqlite3.connect(folder / "videos.sqlite", check_same_thread=False, isolation_level=None)
         self.file.row_factory = sqlite3.Row
         self.file.execute(TABLE)
@@ -83,7 +85,7 @@ class Orders:
             elif order.status == "in_progress":
                 self._found_open(order)
             elif order.status == "deleting":
-                self._remove(order.id)
+                self._remove(order)
 
     def out(self, name: str) -> Path:
         return self.folder / f"{name}.mp4"
@@ -95,12 +97,15 @@ class Orders:
         return f"video_{secrets.token_hex(12)}"
 
     def add(self, name: str, request: Request, plan: dict[str, str]) -> Order:
-        """Raises Full."""
+        """Raises Full, or OSError where it cannot be written down."""
         order = Order(name, request, plan, time.time())
         with self.lock:
             self.check_room()
-            self.file.execute("insert into videos (id, status, request, plan, created) values (?, ?, ?, ?, ?)",
-                              (name, "queued", json.dumps(asdict(request)), json.dumps(plan), order.created))  # fmt: skip
+            try:
+                self.file.execute("insert into videos (id, status, request, plan, created) values (?, ?, ?, ?, ?)",
+                                  (name, "queued", json.dumps(asdict(request)), json.dumps(plan), order.created))  # fmt: skip
+            except sqlite3.OperationalError as error:
+                raise OSError(f"the order cannot be written down: {error}") from None
             self.waiting.append(order)
             order.tell()
             self.lock.notify_all()
@@ -113,6 +118,7 @@ class Orders:
     def take(self, seconds: float) -> Order | None:
         """The next one, in progress from now on; None where none came in so many seconds."""
         with self.lock:
+            self._save()
             if not self.lock.wait_for(lambda: self.waiting, seconds):
                 return None
             self.current = self.waiting.popleft()
@@ -126,15 +132,16 @@ class Orders:
             if self.current is not order:
                 return
             self.current = None
-            if order.unwanted:
-                self._remove(order.id)
             order.completed, order.report, order.error, order.preview = time.time(), report, error, None
-            self._write(order, "failed" if report is None else "completed")
+            if order.unwanted:
+                order.tell(status="failed")
+                self._remove(order)
+            else:
+                self._write(order, "failed" if report is None else "completed")
 
     def find(self, name: str) -> Order | None:
         with self.lock:
-            alive = [order for order in (self.current, *self.waiting) if order is not None and order.id == name]
-            found = alive or self._read("where id = ?", name)
+            found = [self._in_memory()[name]] if name in self._in_memory() else self._read("where id = ?", name)
             return found[0] if found and not found[0].unwanted else None
 
     def page(self, after: str | None, limit: int, descending: bool) -> tuple[list[Order], bool]:
@@ -144,8 +151,9 @@ class Orders:
         with self.lock:
             rows = self._read(f"where status != 'deleting' {from_here} order by number {way} limit ?",
                               *([after] if after else []), limit + 1)  # fmt: skip
-            alive = {order.id: order for order in (self.current, *self.waiting) if order is not None}
-        return [alive.get(order.id, order) for order in rows[:limit]], len(rows) > limit
+            known = self._in_memory()
+        found = [known.get(order.id, order) for order in rows[:limit]]
+        return [order for order in found if not order.unwanted], len(rows) > limit
 
     def delete(self, name: str) -> bool:
         """Whether there was one. The one in progress goes when its ranks have let go of it."""
@@ -159,8 +167,8 @@ class Orders:
                 return True
             if order in self.waiting:
                 self.waiting.remove(order)
-            self._remove(name)
             order.tell(status="failed", error="deleted")
+            self._remove(order)
             return True
 
     def close(self) -> None:
@@ -187,16 +195,35 @@ class Orders:
             found[-1].tell(step=request.steps if row["status"] == "completed" else 0)
         return found
 
-    def _write(self, order: Order, status: str) -> None:
-        kept = order.report and {name: order.report[name] for name in ("stages", "seconds", "bytes_sent", "graphs_in_steps")}
-        self.file.execute("update videos set status = ?, started = ?, completed = ?, error = ?, report = ? where id = ?",
-                          (status, order.started, order.completed, order.error, kept and json.dumps(kept), order.id))  # fmt: skip
-        order.tell(status="in_progress" if status == "deleting" else status)
+    def _in_memory(self) -> dict[str, Order]:
+        """Those of which the file does not know all."""
+        alive = (*(order for order, _ in self.unsaved.values()), self.current, *self.waiting)
+        return {order.id: order for order in alive if order is not None}
 
-    def _remove(self, name: str) -> None:
+    def _write(self, order: Order, status: str) -> None:
+        order.tell(status="in_progress" if status == "deleting" else status)
+        self.unsaved[order.id] = order, status
+        self._save()
+
+    def _remove(self, order: Order) -> None:
         for end in ENDS:
-            self.out(name).with_suffix(end).unlink(missing_ok=True)
-        self.file.execute("delete from videos where id = ?", (name,))
+            self.out(order.id).with_suffix(end).unlink(missing_ok=True)
+        self.unsaved[order.id] = order, "gone"
+        self._save()
+
+    def _save(self) -> None:
+        """Write down what is new. A full disk must not stop the server: what it does not take is tried again."""
+        for name, (order, status) in [*self.unsaved.items()]:
+            report = order.report and {key: order.report[key] for key in ("stages", "seconds", "bytes_sent", "graphs_in_steps")}
+            new = (status, order.started, order.completed, order.error, report and json.dumps(report), name)
+            try:
+                if status == "gone":
+                    self.file.execute("delete from videos where id = ?", (name,))
+                else:
+                    self.file.execute(UPDATE, new)
+            except sqlite3.OperationalError:
+                return
+            del self.unsaved[name]
 
 
 def tidy(folder: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,8 +133,10 @@ class Server:
 
     def kill(self) -> None:
         for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        wait_for(lambda: not self.processes(), PATIENCE)
 
 
 def children(pid: int) -> list[int]:

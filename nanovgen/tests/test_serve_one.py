@@ -19,6 +19,7 @@ from serving import Server, wait_for
 
 from nanovgen import compiled, generate, preview, serve, summary
 from nanovgen import job as jobs
+from nanovgen.orders import Orders
 from nanovgen.preview import Previewer
 from nanovgen.recipe import Recipe, Request, TorchCompileConfig, from_flags
 
@@ -195,6 +196,32 @@ def test_latents_survive_and_their_command_works(own, cli, tmp_path):
     command = message.split("python run.py ")[1].split()
     assert cli(*command).code == 0 and (tmp_path / "own/videos" / f"{name}.mp4").exists()
     assert again.stop(signal.SIGINT) == 130
+
+
+def test_a_disk_that_is_full_does_not_stop_the_orders(tmp_path):
+    """What cannot be written down is known all the same, and written when there is room; a new order is refused."""
+    request = Request("x", out="x.mp4", steps=2)
+    orders = Orders(tmp_path, 4)
+    first, second, third = (orders.add(name, request, {}) for name in ("video_1", "video_2", "video_3"))
+    pages = orders.file.execute("pragma page_count").fetchone()[0]
+    orders.file.execute(f"pragma max_page_count = {pages}")
+    with pytest.raises(OSError, match="the order cannot be written down"):
+        for i in range(100):
+            orders.most = 1000
+            orders.add(f"video_x{i}", request, {"plan": "x" * 500})
+    long = "it failed " * 2000  # more than fits
+    assert orders.take(1) is first
+    orders.end(first, error=long)
+    assert orders.find("video_1").error == long and orders.find("video_1").status == "failed"
+    assert orders.take(1) is second and orders.delete("video_2")
+    orders.end(second, error="cancelled")
+    assert orders.find("video_2") is None and orders.delete("video_3") and third.ended
+    assert {"video_2", "video_3"}.isdisjoint(order.id for order in orders.page(None, 100, False)[0])
+    orders.file.execute("pragma max_page_count = 100000")
+    orders.take(0.01)
+    orders.close()
+    again = Orders(tmp_path, 4)
+    assert again.find("video_1").error == long and again.find("video_2") is again.find("video_3") is None
 
 
 def test_weights_are_kept_where_they_fit(pristine, tmp_path, monkeypatch):
