@@ -124,8 +124,8 @@ def show_table(table: dict) -> None:
     print(f"\n{table['dtype']}: floors {min(floors):.1e} .. {max(floors):.1e} in latents, "
           f"{min(levels):.1e} .. {max(levels):.1e} levels in pixels, by clip\n")  # fmt: skip
     head = ["recipe", "ranks", "latents off by", *([f"from {table['truth']}", "PSNR from there"] if far else []),
-            "floors" if exact else "floors: latents, pixels", "PSNR", "SSIM", "cosine", *(["LPIPS"] if perceptual else []), "values that differ",
-            "why"]  # fmt: skip
+            "floors" if exact else "floors: latents, pixels", "PSNR", "SSIM", "cosine", *(["LPIPS"] if perceptual else []),
+            "values that differ", "why"]  # fmt: skip
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for row in table["rows"]:
         latents, p, truth = row["alone"]["latents"], row["alone"]["pixels"], row["truth"]
