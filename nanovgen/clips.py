@@ -4,6 +4,7 @@ Each is a file VARIANT.DTYPE.NUMBER.safetensors, latents and pixels as they are 
 of ranks after another, with one thread each: another number of threads is another order of sums.
 """
 
+import gc
 import os
 import sys
 import time
@@ -103,6 +104,7 @@ def make_clip(job: Job) -> Clip:
     with torch.inference_mode():
         attention.prove(attention.KERNELS[job.kernel], job.device, job.dtype, job.work.head_dim)
         latents = generate.denoise(job, generate.encode_texts(job, stages), None, stages)
+        gc.collect()  # as generate.py does before the VAE comes
         if job.mesh.vae is None:
             return Clip(latents=latents.cpu())
         vae, chunk = generate.load(job, "vae", stages), job.request.chunk or None
@@ -130,7 +132,7 @@ def make_clips(found: Jobs, prompts: list[str], folder: Path, world: int) -> Non
         for i, prompt in enumerate(prompts):
             start = time.perf_counter()
             request = replace(job.request, prompt=prompt)
-            clip = make_clip(replace(job, device=device, mesh=m, request=request, kept=[]))  # a text tower for this clip alone
+            clip = make_clip(replace(job, device=device, mesh=m, request=request, kept=jobs.Kept()))  # what stays is this clip's
             if rank == 0:
                 save_file({"latents": clip.latents, "pixels": clip.pixels}, clip_path(folder, variant, dtype, i))
                 print(f"{variant.name}, {dtype}, clip {i}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
