@@ -93,7 +93,9 @@ def prepare(request: Request, recipe: Recipe, world: int) -> jobs.Job:
         return jobs.prepare(request, recipe, True, world, forked=world > 1)
 
 
-def opened(folder: Path, parts: dict, known: dict = {}, read: Callable = jobs.open_models) -> tuple[dict, dict]:  # noqa: B006
+def opened(
+    folder: Path, parts: dict, _: jobs.Job | None, known: dict = {}, read: Callable = jobs.open_models
+) -> tuple[dict, dict]:  # noqa: B006
     """Most of a case's time would go into modules that are built anew."""
     if (key := (folder, *parts)) not in known:
         known[key] = read(folder, parts)
