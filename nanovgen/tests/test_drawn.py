@@ -93,13 +93,14 @@ def prepare(request: Request, recipe: Recipe, world: int) -> jobs.Job:
         return jobs.prepare(request, recipe, True, world, forked=world > 1)
 
 
-def opened(
-    folder: Path, parts: dict, _: jobs.Job | None, known: dict = {}, read: Callable = jobs.open_models
-) -> tuple[dict, dict]:  # noqa: B006
+OPENED = {}
+
+
+def opened(folder: Path, parts: dict, _: jobs.Job | None, read: Callable = jobs.open_models) -> tuple[dict, dict]:
     """Most of a case's time would go into modules that are built anew."""
-    if (key := (folder, *parts)) not in known:
-        known[key] = read(folder, parts)
-    return known[key]
+    if (key := (folder, *parts)) not in OPENED:
+        OPENED[key] = read(folder, parts)
+    return OPENED[key]
 
 
 def part(job: jobs.Job, truth: list[Tensor]) -> list[float]:
