@@ -114,7 +114,8 @@ class CausalConv3d(nn.Conv3d):
     """A convolution over (f, y, x) whose window ends at the present frame.
 
     The frames under the window are laid side by side as channels, and a 2D convolution does the rest: with channels last,
-    libraries' 2D kernels are faster than their 3D ones, and a frame's result does not depend on its chunk.
+    libraries' 2D kernels are faster than their 3D ones. They pick their kernel by the number of frames in a chunk, so other
+    chunks give the same numbers to rounding, not to the bit.
     """
 
     LOCAL = ("window",)  # what torch.compile takes (compiled.py)

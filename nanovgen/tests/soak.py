@@ -38,6 +38,7 @@ def late(job, latents, stages):
 generate.velocity, generate.decode = broken, late
 """
 SIZES, FRAMES, GROWTH = ("64x32", "48x48", "80x48", "32x64", "96x64"), (1, 5, 9, 13), 1.05
+KINDS = {"good": 70, "deleted": 10, "bad": 10, "boom": 6, "late": 4}  # a hundred requests; each kind at least once
 BAD = ({"size": "853x480"}, {"num_frames": 80}, {"seed": "x"}, {"nonsense": 1}, {"num_inference_steps": 10**9}, {"prompt": ""})
 
 
@@ -47,15 +48,14 @@ def memory(server: Server) -> float:
     return sum(int(rollup.split("\nPss:")[1].split()[0]) for rollup in rollups) / 1024
 
 
-def one(server: Server, rng: random.Random) -> str:
-    """A request of some kind, to its end: what came of it."""
+def one(server: Server, rng: random.Random, kind: str) -> None:
+    """A request of this kind, to its end."""
     body = {"size": rng.choice(SIZES), "num_frames": rng.choice(FRAMES), "num_inference_steps": rng.randint(2, 4),
             "guidance_scale": rng.choice([1, 4]), "guidance_scale_2": rng.choice([1, 3]), "seed": rng.randrange(99)}  # fmt: skip
-    kind = rng.choices(["good", "deleted", "bad", "boom", "late"], [70, 10, 10, 6, 4])[0]
     if kind == "bad":
         answer = server.ask("/v1/videos", {"prompt": "a circle"} | body | rng.choice(BAD))
         assert answer.status == 422, answer
-        return kind
+        return
     if kind == "deleted":
         name = server.make(**body | {"num_inference_steps": 10**4})
         if rng.random() < 0.7:
@@ -63,24 +63,24 @@ def one(server: Server, rng: random.Random) -> str:
         assert server.ask(f"/v1/videos/{name}", method="DELETE").json["deleted"]
         wait_for(lambda: b"nanovgen_in_progress 0.0" in server.ask("/metrics").body, PATIENCE, "it is still being made")
         assert server.ask(f"/v1/videos/{name}").status == 404 and not any(name in file for file in server.files())
-        return kind
+        return
     if kind in ("boom", "late"):
         rank = rng.randrange(4 if kind == "boom" else 2)  # the VAE is on two
         video = server.ended(server.make(**body | {"prompt": f"{kind} {rank}"}), PATIENCE * 4)
         assert video["status"] == "failed" and f"rank {rank}: " in video["error"]["message"], video
-        return f"failed ({kind})"
+        return
     name = server.make(**body)
     assert server.ended(name)["status"] == "completed", server.video(name)
     assert server.ask(f"/v1/videos/{name}/content").body[4:8] == b"ftyp"
-    return kind
 
 
 def soak(server: Server, requests: int, seed: int = 0) -> dict:
-    """All of them; the counts, and the memory of all processes (MB) before, at each quarter and after. Raises AssertionError."""
-    rng, counts, used, start = random.Random(seed), Counter(), [memory(server)], time.monotonic()
-    ranks = server.processes()
-    for i in range(requests):
-        counts[one(server, rng)] += 1
+    """At least five; the counts, and the memory (MB) of all processes before, at each quarter and after. Raises AssertionError."""
+    rng, used, start = random.Random(seed), [memory(server)], time.monotonic()
+    ranks, kinds = server.processes(), [*KINDS, *rng.choices([*KINDS], [*KINDS.values()], k=requests - len(KINDS))]
+    rng.shuffle(kinds)
+    for i, kind in enumerate(kinds):
+        one(server, rng, kind)
         assert server.health() == 200
         if (i + 1) % max(1, requests // 4) == 0:
             used.append(memory(server))
@@ -90,7 +90,7 @@ def soak(server: Server, requests: int, seed: int = 0) -> dict:
             server.ask(f"/v1/videos/{video['id']}", method="DELETE")
     assert server.files() == set(), server.files()
     server.stop()
-    return {"counts": dict(counts), "seconds": time.monotonic() - start, "memory": used, "growth": used[-1] / used[0]}
+    return {"counts": dict(Counter(kinds)), "seconds": time.monotonic() - start, "memory": used, "growth": used[-1] / used[0]}
 
 
 def start(folder: Path, model: Path) -> Server:

@@ -175,8 +175,8 @@ def test_vae(name, frames):
     same(encoded[0], (theirs.encode(video).latent_dist.mode() - mean) / std, f"VAE {name}, encode, {frames} frames")
     same(decoded[0], theirs.decode(z * std + mean, return_dict=False)[0], f"VAE {name}, decode, {frames} frames")
     assert (decoded[0].abs() == 1).float().mean() < 0.1  # or the clamp would hide errors
-    for one, *others in (encoded, decoded):
-        assert all(torch.equal(other, one) for other in others), [error(other, one) for other in others]
+    for one, *others in (encoded, decoded):  # not to the bit: libraries pick a convolution's kernel by its shape
+        assert all(error(other, one) < 2e-6 for other in others), [error(other, one) for other in others]
 
 
 @pytest.mark.parametrize("config", [CLIPS, RESIDUAL], ids=["2.1", "2.2"])

@@ -301,8 +301,8 @@ def test_a_short_soak(pristine, tmp_path):
     """Of every kind of request; `python -m nanovgen.tests.soak` runs the long one, and there memory may not grow either."""
     server = soak.start(tmp_path, pristine)
     try:
-        found = soak.soak(server, 16, seed=4)
+        found = soak.soak(server, 12)
     finally:
         server.kill()
     print(found)
-    assert set(found["counts"]) == {"good", "deleted", "bad", "failed (boom)", "failed (late)"}
+    assert set(found["counts"]) == set(soak.KINDS)

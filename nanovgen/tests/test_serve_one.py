@@ -163,7 +163,7 @@ def test_health_from_its_start_to_its_end_and_a_restart(own, capsys, tmp_path):
     assert server.ask(f"/v1/videos/{gone}", method="DELETE").status == 200
     said = []
     server.process.send_signal(signal.SIGTERM)
-    follow = threading.Thread(target=lambda: [said.append(server.health()) for _ in range(400) if not said or said[-1]])
+    follow = threading.Thread(target=lambda: wait_for(lambda: said.append(server.health()) or said[-1] == 0))
     follow.start()
     server.gone()
     follow.join()
