@@ -75,7 +75,7 @@ def one(server: Server, rng: random.Random, kind: str) -> None:
 
 
 def soak(server: Server, requests: int, seed: int = 0) -> dict:
-    """At least five; the counts, and the memory (MB) of all processes before, at each quarter and after. Raises AssertionError."""
+    """At least five; the counts, and the memory (MB) of all processes before, at quarters and after. Raises AssertionError."""
     rng, used, start = random.Random(seed), [memory(server)], time.monotonic()
     ranks, kinds = server.processes(), [*KINDS, *rng.choices([*KINDS], [*KINDS.values()], k=requests - len(KINDS))]
     rng.shuffle(kinds)
