@@ -4,21 +4,23 @@
     torchrun --standalone --nproc-per-node 2 -m nanovgen.bench --model wan2.2-t2v-a14b --sweep     # every recipe of 2 ranks
     torchrun --standalone --nproc-per-node 2 -m nanovgen.bench --vae --exchange --no-denoise       # the other two parts
     python -m nanovgen.bench --ranks 2 --sweep --size 64x32 --frames 5                             # forked CPU ranks
+    python -m nanovgen.bench --model wan2.2-t2v-a14b --as-rank-of nvl72    # one GPU, at the shapes of one of the rack's 72
+    python -m nanovgen.bench --model wan2.2-t2v-a14b --calibrate here.json # constants for nanovgen.plan --machine here.json
 
 A *turn* is one forward of the denoiser on every CFG half, and the exchange of what they predict; a step of two guidance
 streams is 2 / cfg turns. Times are medians of `--steps` turns, on the slowest rank: by CUDA events, on a CPU by its clock.
-floor.py says what a turn must cost at least, and the ratio to that is printed with every turn.
+floor.py says what a turn must cost at least, and the ratio to that is printed with every turn; on a GPU that machines.py
+knows, so are the terms that cost.py predicts. As a rank of more than there are (as_rank.py), exchanges are copies in place.
 """
 
 import argparse
 import gc
-import importlib
 import json
 import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +30,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovgen import attention, cfg, checkpoint, compiled, fp8, launch, mesh, plan, tp, ulysses, vae_parallel
+from nanovgen import (
+    as_rank,
+    attention,
+    calibrate,
+    cfg,
+    checkpoint,
+    choose,
+    compiled,
+    cost,
+    fp8,
+    launch,
+    machines,
+    mesh,
+    peers,
+    plan,
+    tp,
+    ulysses,
+    vae_parallel,
+)
 from nanovgen.cosmos import Cosmos
 from nanovgen.floor import Bench, Clock, alone, floor, flops
 from nanovgen.job import CONFIGS, place
@@ -151,7 +171,18 @@ def bench_recipe(bench: Bench, parallel: ParallelConfig, model: nn.Module | None
     return found | {
         "recipe": asdict(parallel), "flops": counted, "tflops_a_rank": rate, "of_peak": rate / peak, "floor": each,
         "turn_to_floor": seconds / sum(each.values()), "step_seconds": 2 * seconds / parallel.cfg_size,
+        "predicted": predicted(bench, parallel),
     }  # fmt: skip
+
+
+def predicted(bench: Bench, parallel: ParallelConfig) -> dict[str, float] | None:
+    """What cost.py says of a turn on this card, by term; None of a card that machines.py does not know."""
+    m, stands_in = machines.of_device(torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu", 1, 1)
+    if stands_in:
+        return None
+    kernel = bench.kernel if bench.kernel in m.attention else next(iter(m.attention))
+    terms = cost.layer(m, kernel, parallel, cost.load_of(bench.preset, bench.config, bench.latent, 1))
+    return {name: bench.work.layers * seconds for name, seconds in terms.items() if seconds}
 
 
 def idle(f: Callable[[], object]) -> float:
@@ -167,98 +198,7 @@ def idle(f: Callable[[], object]) -> float:
     return gaps / 1e6
 
 
-def recipes(world: int) -> Iterator[ParallelConfig]:
-    """Every way to spend `world` ranks: cfg, tp alone, and ulysses in its three ways beside each inner scheme."""
-    for streams in [n for n in (1, 2) if world % n == 0]:
-        rest = world // streams
-        if rest > 1:
-            yield ParallelConfig(cfg_size=streams, tp_size=rest)
-        for u in [n for n in range(rest, 0, -1) if rest % n == 0]:
-            one, cp = ParallelConfig(cfg_size=streams, ulysses_size=u), rest // u
-            if cp == 1:
-                yield one
-                if u > 1:
-                    yield from (replace(one, async_ulysses=True), replace(one, fused_ulysses=True))
-                continue
-            yield replace(one, ring_size=cp)
-            for rows in [n for n in range(1, cp + 1) if cp % n == 0]:
-                grid = replace(one, attn2d_size=(rows, cp // rows))
-                yield grid
-                if rows > 1:
-                    yield replace(grid, attn2d_merge="overlapped")
-                if rows < cp:
-                    yield replace(grid, attn2d_merge="reduce_scatter")
-
-
-def name_of(parallel: ParallelConfig) -> str:
-    degrees = " ".join(f"{name}{size}" for name, size in plan.degrees(parallel).items() if size > 1) or "one rank"
-    ways = {"async": parallel.async_ulysses, "fused": parallel.fused_ulysses}
-    ways[parallel.attn2d_merge] = parallel.attn2d_merge != "exchange"
-    return " ".join([degrees, *(way for way, on in ways.items() if on)])
-
-
-# The peer, the VAE, the exchange
-
-
-def bench_peer(bench: Bench, model: nn.Module) -> dict | str:
-    """diffusers' transformer on our very weights, with torch's fastest kernel on this shape; eager, then by compiled block."""
-    try:
-        theirs_of = importlib.import_module("diffusers")
-    except ImportError:
-        return "diffusers is not installed"
-    if not isinstance(model, Wan):
-        return "diffusers' Cosmos3 holds both towers and runs the text in every step; it is not timed"
-    c, work = bench.config, bench.work
-    with torch.device("meta"):
-        peer = theirs_of.WanTransformer3DModel(**asdict(c))
-    peer.load_state_dict({model.hub_name(name): value for name, value in model.state_dict().items()}, assign=True)
-    peer.rope = type(peer.rope)(c.attention_head_dim, (1, 2, 2), 1024).to(bench.device)  # its tables are not in the state dict
-    peer = peer.eval()
-    q = torch.randn(1, work.tokens, work.heads, work.head_dim, device=bench.device, dtype=bench.dtype)
-    torchs = {"_native_cudnn": "cudnn", "_native_flash": "flash"} if bench.dtype == torch.bfloat16 else {}
-    kernels = {name: alone(lambda k=k: attention.attention(q, q, q, attention.KERNELS[k]), bench.device)
-               for name, k in torchs.items()} if bench.device.type == "cuda" else {}  # fmt: skip
-    best = min(kernels, key=kernels.get, default="native")
-    peer.set_attention_backend(best)
-    x = torch.randn(1, c.in_channels, *bench.latent, device=bench.device, dtype=bench.dtype)
-    text = torch.randn(1, bench.text, c.text_dim, device=bench.device, dtype=bench.dtype)
-    t = torch.tensor([500], device=bench.device)
-    run = lambda: peer(x, t, text, return_dict=False)[0]  # noqa: E731
-    ours = model(x, t, model.context(text, *bench.latent), plan.bind(ParallelConfig(), Mesh(), work.tokens,
-                                                                     attention.KERNELS[bench.kernel]))  # fmt: skip
-    found = {"version": theirs_of.__version__, "kernel": best, "difference": ((run() - ours).norm() / ours.norm()).item()}
-    ways = {"eager": False, "compiled": True} if bench.compile else {"eager": False}
-    for name, blocks in ways.items():
-        if blocks:
-            peer.compile_repeated_blocks(dynamic=False)
-        found[name] = alone(run, bench.device, bench.steps)
-    if bench.kernel not in ("cudnn", "flash", "cpu"):  # and on our kernel, which it does not bring
-        kernel, wan = attention.KERNELS[bench.kernel], importlib.import_module(type(peer).__module__)
-        wan.dispatch_attention_fn = lambda q, k, v, **_: attention.attention(q, k, v, kernel)[0]
-        found |= {f"{name} with {bench.kernel}": alone(run, bench.device, bench.steps) for name in list(ways)[-1:]}
-    return found
-
-
-def peer_vae(bench: Bench, vae: VAE, z: Tensor) -> dict | str:
-    """diffusers' decode of the same latents by the same weights, a latent frame at a time, as it does always."""
-    try:
-        theirs_of = importlib.import_module("diffusers")
-    except ImportError:
-        return "diffusers is not installed"
-    if vae.config.is_residual:
-        return "diffusers' VAE is timed at Wan 2.1's sizes only"
-    with torch.device("meta"):
-        peer = theirs_of.AutoencoderKLWan()
-    peer.load_state_dict({vae.hub_name(name): value for name, value in vae.state_dict().items()}, assign=True)
-    mean, std = (torch.tensor(x, device=z.device).view(1, -1, 1, 1, 1) for x in (vae.config.latents_mean, vae.config.latents_std))
-    raw, gpu = (z * std + mean).to(bench.vae_dtype), bench.device.type == "cuda"
-    run = lambda: peer.decode(raw, return_dict=False)[0]  # noqa: E731
-    ours = torch.cat(list(vae.decode(z, 1)), dim=2)
-    if gpu:
-        torch.cuda.reset_peak_memory_stats()
-    difference = ((run() - ours).norm() / ours.norm()).item()
-    return {"version": theirs_of.__version__, "difference": difference, "seconds": alone(run, bench.device, bench.steps),
-            "peak_bytes": torch.cuda.max_memory_allocated() if gpu else None}  # fmt: skip
+# The VAE, the exchange
 
 
 def bench_vae(bench: Bench, chunks: list[int], world: int, peer: bool) -> tuple[list[dict], dict | str | None]:
@@ -266,7 +206,7 @@ def bench_vae(bench: Bench, chunks: list[int], world: int, peer: bool) -> tuple[
     vae = random_weights(checkpoint.build(VAE, VAEConfig(**bench.preset.vae)), bench.device, bench.vae_dtype)
     z = torch.randn(1, bench.preset.latent[0], *bench.latent, generator=torch.Generator().manual_seed(0)).to(bench.device)
     meshes, found = {1: Mesh()}, []
-    theirs = peer_vae(bench, vae, z) if peer and world == 1 else None
+    theirs = peers.decoder(bench, vae, z) if peer and world == 1 else None
     if bench.compile:
         compiled.compile_blocks(vae)
     if world > 1:
@@ -321,6 +261,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--layers", type=int, help="so many of its layers, where all would take long: every time shrinks with them")
     p.add_argument("--text", type=int, help="rows of text: 512 for Wan, 1554 for Cosmos3")
     p.add_argument("--recipe", default="1gpu", help="as in run.py")
+    p.add_argument("--as-rank-of", metavar="RECIPE", help="one process as the first rank of so many; what it would get from "
+                   "the others is copied from its own memory")  # fmt: skip
+    p.add_argument("--calibrate", type=Path, metavar="FILE", help="measure nanovgen.plan's constants; nothing else")
     p.add_argument("--attention", default="auto", help="as in run.py")
     p.add_argument("--quant", default="none", choices=["none", "FP8"], help="as in run.py")
     p.add_argument("--vae-dtype", default="float32", choices=["float32", "bfloat16"], help="of the decode")
@@ -342,9 +285,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def make_bench(args: argparse.Namespace) -> Bench:
-    preset, recipe = PRESETS[args.model], read_recipe(args.recipe)
+    preset, recipe = PRESETS[args.model], read_recipe(args.as_rank_of or args.recipe)
     device = "cpu" if args.ranks > 1 and args.device == "auto" else args.device
-    chosen = replace(recipe, attention_config=AttentionConfig(args.attention)) if args.attention != "auto" else recipe
+    own = args.attention == "auto" and not args.as_rank_of  # a rack's kernel need not be here
+    chosen = recipe if own else replace(recipe, attention_config=AttentionConfig(args.attention))
     device, dtype, kernel, _ = place(Request(device=device), chosen, args.ranks > 1)
     width, height = parse_size(args.size or preset.size)
     check_frames(args.frames)
@@ -370,8 +314,12 @@ def main(arguments: list[str] | None = None) -> int:
     args, launched = parse(arguments), int(os.environ.get("WORLD_SIZE", 1))
     try:
         bench, world = make_bench(args), max(args.ranks, launched)
-        chosen = list(recipes(world)) if args.sweep else [read_recipe(args.recipe).parallel_config]
-        if args.denoise and not args.sweep:
+        chosen = choose.recipes(world) if args.sweep else [read_recipe(args.as_rank_of or args.recipe).parallel_config]
+        if args.as_rank_of:
+            if world > 1 or args.sweep or args.vae or args.exchange or args.calibrate:
+                raise ValueError("--as-rank-of is one process with one recipe's denoiser; leave ranks and other parts out")
+            world = chosen[0].world
+        if args.denoise and not (args.sweep or args.calibrate):
             plan.check(chosen[0], world, bench.work)
     except ValueError as error:
         print(f"nanovgen.bench: {error}", file=sys.stderr)
@@ -386,12 +334,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_rank(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig], world: int) -> None:
     """All that was asked for, on this rank; rank 0 prints and writes."""
-    if world > 1:
+    if args.as_rank_of:
+        as_rank.open_world(world)
+    elif world > 1:
         bench = replace(bench, device=mesh.open_world(bench.device))
     first = int(os.environ.get("RANK", 0)) == 0
     say = partial(print, flush=True) if first else lambda *_: None
     torch.backends.cudnn.allow_tf32 = False  # as generate.py decodes
     with torch.inference_mode():
+        if args.calibrate:
+            return calibrate.write(args.calibrate, bench, world, say)
         report = measure(args, bench, chosen, world, say)
     if first and args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -404,7 +356,8 @@ def measure(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig]
     card = torch.cuda.get_device_name() if gpu else "cpu"
     report = {"torch": torch.__version__, "device": card, "world": world, "peak_tflops": peak, "cool_tflops": cool,
               "argv": sys.argv[1:], "rows": []}  # fmt: skip
-    say(f"device    {card}, {world} ranks, torch {torch.__version__}; a {n}^3 product of {bench.dtype} runs at {cool:.1f} "
+    ranks = f"as one of {world} ranks" if args.as_rank_of else f"{world} ranks"
+    say(f"device    {card}, {ranks}, torch {torch.__version__}; a {n}^3 product of {bench.dtype} runs at {cool:.1f} "
         f"TFLOP/s, and at {peak:.1f} after a second of it")  # fmt: skip
     if args.denoise:
         work, way = bench.work, "compiled" if bench.compile else "eager"
@@ -419,13 +372,13 @@ def measure(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig]
             try:
                 plan.check(parallel, world, bench.work)
             except ValueError as error:
-                say(f"{name_of(parallel)}: {error}")
+                say(f"{plan.name_of(parallel)}: {error}")
                 continue
             report["rows"].append(row := bench_recipe(bench, parallel, whole, peak, args.profile))
-            describe(name_of(parallel), row, say)
+            describe(plan.name_of(parallel), row, say)
             gc.collect()
         if args.peer and world == 1:
-            report["peer"] = peer = bench_peer(bench, whole)
+            report["peer"] = peer = peers.denoiser(bench, whole)
             say(f"diffusers {peer if isinstance(peer, str) else ', '.join(f'{k} {v}' for k, v in peer.items())}")
         whole = None
         gc.collect()
@@ -465,6 +418,8 @@ def describe(name: str, row: dict, say: Callable) -> None:
     say("  stages  " + ", ".join(f"{k} {v:.4f}" for k, v in row["seconds"].items() if k != "turn") + " s")
     say(f"  floor   {sum(row['floor'].values()):.4f} s: " + ", ".join(f"{k} {v:.4f}" for k, v in row["floor"].items())
         + f"; the turn is {row['turn_to_floor']:.3f} times that")  # fmt: skip
+    if terms := row["predicted"]:
+        say(f"  cost.py {sum(terms.values()):.4f} s: " + ", ".join(f"{k} {v:.4f}" for k, v in terms.items()))
     say("  flop    " + ", ".join(f"{k} {v:.4g}" for k, v in row["flops"].items()) + " a forward")
     say("  sent    " + (", ".join(f"{k} {v / 1e6:.3f} MB" for k, v in row["bytes_sent"].items() if v) or "nothing"))
 

@@ -1,11 +1,12 @@
 """Which degrees? Every way to spend the ranks that the model and the memory allow, ranked by cost.py's seconds.
 
 run.py asks `choose` where no recipe is given; `python -m nanovgen.plan` prints the whole ranking, and says of what was left
-out why. Memory is summary.py's prediction, so tensor parallelism comes in only where the weights would not fit without it,
-or where it is faster. What each rank's card must hold besides tensors (context, buffers of NCCL) is RESERVED.
+out why. Memory is summary.py's prediction. Where a model's two experts do not fit at once, each is read when its steps begin
+(--offload), which costs the reading of both in every request; tensor parallelism is the other way out.
 """
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -22,24 +23,24 @@ from nanovgen.job import Job
 from nanovgen.machines import Machine
 from nanovgen.recipe import PRESETS, ParallelConfig, Recipe, Request, check_frames, read_recipe
 
-RESERVED = 3e9  # bytes of a card
 VAE_RANKS = (1, 2, 4, 8, 16)  # and all of them: beyond these, halos cost more than strips save
 
 
 @dataclass(frozen=True)
 class Choice:
     """A recipe that works, and what it is predicted to take: seconds of a step by term and of a request by part, bytes that
-    a rank sends in a step by axis, bytes on a device."""
+    a rank sends in a step by axis, bytes on a device; and whether one expert at a time is there."""
 
     parallel: ParallelConfig
     terms: dict[str, float]
     parts: dict[str, float]
     sent: dict[str, int]
     memory: int
+    offload: bool
 
     @property
     def name(self) -> str:
-        return plan.name_of(self.parallel)
+        return plan.name_of(self.parallel) + (".offload" if self.offload else "")
 
     @property
     def step(self) -> float:
@@ -80,6 +81,16 @@ def candidates(world: int) -> Iterator[ParallelConfig]:
                         yield ParallelConfig(cfg_size=streams, tp_size=tp, ulysses_size=u, **inner, **way)
 
 
+def recipes(world: int) -> list[ParallelConfig]:
+    """Of all ways to spend `world` ranks those that a sweep tries: tp alone, and beside a ring or a grid the plain ulysses."""
+
+    def alone(p: ParallelConfig) -> bool:
+        ranks, plain = world // p.cfg_size, not (p.async_ulysses or p.fused_ulysses)
+        return p.tp_size in (1, ranks) and (plain or p.ulysses_size == ranks)
+
+    return [p for p in candidates(world) if alone(p)]
+
+
 def inners(cp: int) -> Iterator[dict]:
     """Ring, or grids in their three ways."""
     if cp == 1:
@@ -104,7 +115,8 @@ def vae_ranks(m: Machine, load: cost.Load, world: int, half: int) -> int:
 def rank(job: Job, world: int, m: Machine, kernel: str, memory: float | None) -> Ranking:
     """All recipes for `world` ranks by predicted time; `memory` bytes of a card, or None where it does not matter."""
     load, found, refused, too_large = load_of(job), [], {}, []
-    vae, peak = cache(lambda half: vae_ranks(m, load, world, half)), cache(lambda p: summary.predicted_peak(with_(job, p)))
+    room = None if memory is None else memory - summary.RESERVED
+    vae, needs = cache(lambda half: vae_ranks(m, load, world, half)), cache(lambda p: needed(with_(job, p), room))
     for parallel in candidates(world):
         parallel = replace(parallel, parallel_vae_size=vae(world // parallel.cfg_size))
         same = replace(parallel, ulysses_size=world // parallel.cfg_size // parallel.tp_size, ring_size=1, attn2d_size=(1, 1),
@@ -114,9 +126,10 @@ def rank(job: Job, world: int, m: Machine, kernel: str, memory: float | None) ->
             if parallel.cfg_size > load.streams:
                 raise ValueError("without guidance there is one stream, and half of the ranks would do what the others do")
             compiled.check(job.recipe.torch_compile_config.enable, parallel.tp_size)
-            if memory is not None and peak(same) > memory - RESERVED:
-                too_large.append(peak(same))
-                raise ValueError(f"needs {gigabytes(peak(same) + RESERVED)} GB and a card has {gigabytes(memory)}")
+            peak, offload = needs(same)
+            if room is not None and peak > room:
+                too_large.append(peak)
+                raise ValueError(f"needs {gigabytes(peak + summary.RESERVED)} GB and a card has {gigabytes(memory)}")
         except ValueError as error:
             kind = re.sub(r"[\d.]+", "N", str(error).partition(";")[0])
             count, *first = refused.get(kind, (0, plan.name_of(parallel), str(error)))
@@ -124,8 +137,17 @@ def rank(job: Job, world: int, m: Machine, kernel: str, memory: float | None) ->
             continue
         terms, sent = cost.step(m, kernel, parallel, load), plan.bytes_sent(parallel, job.work, load.streams)
         parts = cost.request(m, load, sum(terms.values()), parallel.parallel_vae_size)
-        found.append(Choice(parallel, terms, parts, sent, peak(same)))
+        if offload:
+            weights = sum(summary.weight_bytes(job, part) for part in summary.experts_of(job)) / parallel.tp_size
+            parts["read"] = weights / m.read
+        found.append(Choice(parallel, terms, parts, sent, peak, offload))
     return Ranking(m, kernel, load, sorted(found, key=lambda c: c.total), refused, memory, min(too_large, default=None))
+
+
+def needed(job: Job, room: float | None) -> tuple[int, bool]:
+    """Bytes of tensors on a device, and whether it takes one expert at a time to be so few."""
+    offload = summary.offloads(job, math.inf if room is None else room)
+    return summary.predicted_peak(job, offload), offload
 
 
 def with_(job: Job, parallel: ParallelConfig) -> Job:
@@ -144,12 +166,11 @@ def load_of(job: Job) -> cost.Load:
 
 def place(job: Job, world: int) -> tuple[Machine, str, float]:
     """The constants to go by, what to say of them, and a card's memory; CPU ranks share the host's."""
+    memory = summary.room(job.device, world) + summary.RESERVED
     if job.device.type == "cpu":
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return machines.H200, ", ranked as H200s would be", pages / world + RESERVED
-    card = torch.cuda.get_device_properties(job.device)
+        return machines.H200, ", ranked as H200s would be", memory
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return *machines.of_device(card.name, world, local), card.total_memory
+    return *machines.of_device(torch.cuda.get_device_name(job.device), world, local), memory
 
 
 def choose(job: Job, world: int, dry_run: bool = False) -> tuple[Job, str]:
@@ -164,6 +185,8 @@ def choose(job: Job, world: int, dry_run: bool = False) -> tuple[Job, str]:
         raise ValueError(none_fits(found, world) + "; --recipe tries one all the same")
     best = found.choices[0]
     why = f"the fastest of {len(found.choices)} that fit, {best.step:.3g} s a step predicted{note}" if world > 1 else "one rank"
+    if best.offload:
+        job = replace(job, request=replace(job.request, offload="yes"))
     return with_(job, best.parallel), f"{best.name}: {why}; --recipe takes another"
 
 
@@ -171,7 +194,7 @@ def none_fits(found: Ranking, world: int) -> str:
     """One line: the numbers, the rule, the way out."""
     if found.least is None:
         return f"no recipe of {world} ranks works: {next(words for _, _, words in found.refused.values())}"
-    needs, has = gigabytes(found.least + RESERVED), gigabytes(found.memory)
+    needs, has = gigabytes(found.least + summary.RESERVED), gigabytes(found.memory)
     return (f"no recipe of {world} ranks fits: the least needs {needs} GB a card and there are {has}; use more ranks (tensor "
             "parallelism splits the weights), fewer frames, or a smaller size")  # fmt: skip
 

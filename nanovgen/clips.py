@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from nanovgen import attention, generate, launch, mesh, plan, vae_parallel, video
 from nanovgen import job as jobs
-from nanovgen.bench import name_of, recipes
+from nanovgen.choose import recipes
 from nanovgen.job import Job
 from nanovgen.mesh import Axis, Mesh
 from nanovgen.metrics import Clip
@@ -50,7 +50,7 @@ Jobs = dict[tuple[Variant, str], Job]  # by how, and in which dtype
 
 def label(parallel: ParallelConfig) -> str:
     vae = f", VAE {parallel.parallel_vae_size} by {parallel.parallel_vae_split_dim}" if parallel.parallel_vae_size > 1 else ""
-    return name_of(parallel) + vae
+    return plan.name_of(parallel) + vae
 
 
 def sweep(world: int) -> Iterator[Variant]:

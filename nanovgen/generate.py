@@ -9,13 +9,13 @@ the latents are on disk, and the message says how to go on from them.
 import copy
 import gc
 import json
-import os
 import resource
 import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,9 +122,7 @@ def frees_text_tower(job: Job) -> bool:
     if job.request.free_text_tower != "auto":
         return job.request.free_text_tower == "yes"
     towers = 2 * summary.weight_bytes(job, "text_tower")
-    memory = (torch.cuda.get_device_properties(job.device).total_memory if job.device.type == "cuda" else
-              os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))  # fmt: skip
-    return 2 * towers > memory
+    return 2 * towers > summary.room(job.device, job.recipe.parallel_config.world)
 
 
 def image_condition(job: Job, stages: Stages) -> Tensor:
@@ -175,42 +173,52 @@ def make_context(job: Job, model: Wan | Cosmos, text: Text) -> NamedTuple:
 
 
 def denoise(job: Job, texts: dict[int, Text], condition: Tensor | None, stages: Stages) -> Tensor:
-    """Latents (1, c, f, y, x), fp32 on the device."""
-    experts = {part: load(job, part, stages) for part in job.models if part.startswith("transformer")}
-    if enabled := job.recipe.torch_compile_config.enable:
-        with stages("warm-up"):
-            warm_up(job, experts, texts, condition)
-        stages.graphs = -compiled.graphs()
-    with stages("denoise"):
-        contexts = {part: {i: make_context(job, model, text) for i, text in texts.items()} for part, model in experts.items()}
-        generator = torch.Generator().manual_seed(job.request.seed)  # on the CPU: the same on every machine
-        x = torch.randn(1, job.preset.latent[0], *job.latent_shape, generator=generator).to(job.device)
-        if job.preset.family == "cosmos" and condition is not None:
-            x[:, :, :1], condition = condition, None  # known, and the model moves it nowhere
-        (state, step), every = scheduler.SOLVERS[job.request.solver], job.request.check
-        with bar(job, total=len(job.times), desc="denoise", unit="step") as progress:
-            for i, t in enumerate(job.times):
-                part = job.expert(t)
-                if len(experts) > 1:
-                    progress.set_postfix(expert="high" if part == "transformer" else "low", refresh=False)
-                given = x if condition is None else torch.cat([x, condition], dim=1)
-                v = velocity(job, experts[part], given, t, contexts[part])
-                before = x
-                state, x = step(state, job.sigmas, i, x, v)
-                check_finite(x, f"denoising, step {i + 1}")
-                if every and ((i + 1) % every == 0 or i + 1 == len(job.times)):
-                    checksum.check_alike(x, job.mesh.world, f"denoising, step {i + 1}: the latents")
-                progress.update()
-                stages.step(job, i, before, v)
-    if enabled:
-        stages.graphs += compiled.graphs()
+    """Latents (1, c, f, y, x), fp32 on the device. Each expert has its steps in a row; offloading, it is here for them alone."""
+    offload, compiling = summary.offloads(job), job.recipe.torch_compile_config.enable
+    experts = {} if offload else {part: load(job, part, stages) for part in summary.experts_of(job)}
+    generator = torch.Generator().manual_seed(job.request.seed)  # on the CPU: the same on every machine
+    x = torch.randn(1, job.preset.latent[0], *job.latent_shape, generator=generator).to(job.device)
+    if job.preset.family == "cosmos" and condition is not None:
+        x[:, :, :1], condition = condition, None  # known, and the model moves it nowhere
+    (state, step), every, stages.graphs = scheduler.SOLVERS[job.request.solver], job.request.check, 0 if compiling else None
+    with bar(job, total=len(job.times), desc="denoise", unit="step") as progress:
+        for part, steps in groupby(enumerate(job.times), lambda numbered: job.expert(numbered[1])):
+            if offload:
+                experts = {part: load_alone(job, part, experts, stages)}
+            if job.preset.experts > 1:
+                progress.set_postfix(expert="high" if part == "transformer" else "low", refresh=False)
+            if compiling and progress.n == 0:
+                with stages("warm-up"):
+                    warm_up(job, part, experts[part], texts, condition)
+            before = compiled.graphs() if compiling else 0
+            with stages("denoise"):
+                contexts = {i: make_context(job, experts[part], text) for i, text in texts.items()}
+                for i, t in steps:
+                    given = x if condition is None else torch.cat([x, condition], dim=1)
+                    v = velocity(job, experts[part], given, t, contexts)
+                    old, (state, x) = x, step(state, job.sigmas, i, x, v)
+                    check_finite(x, f"denoising, step {i + 1}")
+                    if every and ((i + 1) % every == 0 or i + 1 == len(job.times)):
+                        checksum.check_alike(x, job.mesh.world, f"denoising, step {i + 1}: the latents")
+                    progress.update()
+                    stages.step(job, i, old, v)
+            if compiling:
+                stages.graphs += compiled.graphs() - before
     job.mesh.check_used(["tp", "ring", "kv_axis", "q_axis", "ulysses", "seq", *(["cfg"] if job.negative is not None else [])])
     return x
 
 
-def warm_up(job: Job, experts: dict[str, nn.Module], texts: dict[int, Text], condition: Tensor | None) -> None:
+def load_alone(job: Job, part: str, experts: dict[str, nn.Module], stages: Stages) -> nn.Module:
+    """An expert, once the other has left the device."""
+    for other in set(summary.experts_of(job)) - {part}:
+        experts.pop(other, None)
+        job.kept.parts.pop(other, None)
+    gc.collect()  # a compiled model refers to itself, and would still be there
+    return load(job, part, stages)
+
+
+def warm_up(job: Job, part: str, model: nn.Module, texts: dict[int, Text], condition: Tensor | None) -> None:
     """One step at every shape of the warm-up, by one expert: the other has the same code. What it sends is not counted."""
-    part, model = next(iter(experts.items()))
     time, before = next(t for t in job.times if job.expert(t) == part), dict(job.mesh.sent)
     channels = job.preset.latent[0] + (condition.shape[1] if isinstance(model, Wan) and condition is not None else 0)
     for shape in warm_jobs(job):

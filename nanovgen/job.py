@@ -240,6 +240,10 @@ def check_dressing(request: Request, preset: Preset) -> None:
         raise ValueError(f"dressing {request.dressing!r} is not one of auto, full, chat, bare")
     if request.free_text_tower not in ("auto", "yes", "no"):
         raise ValueError(f"free-text-tower {request.free_text_tower!r} is not one of auto, yes, no")
+    if request.offload not in ("auto", "yes", "no"):
+        raise ValueError(f"offload {request.offload!r} is not one of auto, yes, no")
+    if request.offload != "auto" and preset.experts == 1:
+        raise ValueError(f"--offload is for two experts, and {request.model} has one transformer; leave it out")
     if preset.family == "wan" and (request.dressing, request.free_text_tower) != ("auto", "auto"):
         raise ValueError(f"--dressing and --free-text-tower are Cosmos3's; leave them out with {request.model}")
 

@@ -35,6 +35,7 @@ class Machine:
     vae_exchange: float  # of one halo, with the waiting for it
     vae_hop: float  # more of it for each further rank
     tail: float  # pixels a second of what no rank shares: text, H.264, the answer
+    read: float  # weights from the page cache to a GPU
     sources: dict[str, str]
 
 
@@ -43,6 +44,7 @@ GB200 = Machine(
     attention={"fa4": 1422 * TERA}, linear=0.735 * 2500 * TERA, link=502 * GIGA, shift=502 * GIGA, push=502 * GIGA,
     across=50 * GIGA, latency=27 * MICRO, latency_across=40 * MICRO, ring_step=763 * MICRO,
     decode={"wan": 223 * TERA, "cosmos": 480 * TERA}, vae_exchange=427 * MICRO, vae_hop=35.8 * MICRO, tail=53.4e6,
+    read=5 * GIGA,
     sources={
         "memory, stream": "data sheet: 186 GB at 8 TB/s, of which an elementwise kernel gets 0.8",
         "sms, tile": "152 SMs; FlashAttention-4 takes two tiles of 128 queries at once (arXiv:2603.05451)",
@@ -53,6 +55,7 @@ GB200 = Machine(
         "decode, vae_exchange, vae_hop": "fitted to the article's five decode times; Cosmos3's rate to its tail on one B200",
         "tail": "the article: 346.16 - 342.04 - 2.72 s and its like are 1.33 s, for 77 frames of 1280x720",
         "across, latency_across": "a 400 Gb/s port a GPU by its data sheet; not measured",
+        "read": "two threads on two CPU cores: 5.2 GB/s of bf16 (checkpoint.py); not measured on this machine",
     },
 )  # fmt: skip
 H200 = Machine(
@@ -60,6 +63,7 @@ H200 = Machine(
     attention={"fa3": 676 * TERA, "cudnn": 574 * TERA}, linear=727 * TERA, link=249 * GIGA, shift=299 * GIGA, push=385 * GIGA,
     across=50 * GIGA, latency=20 * MICRO, latency_across=40 * MICRO, ring_step=763 * MICRO,
     decode={"wan": 50 * TERA, "cosmos": 50 * TERA}, vae_exchange=427 * MICRO, vae_hop=35.8 * MICRO, tail=53.4e6,
+    read=5 * GIGA,
     sources={
         "memory, stream": "data sheet: 141 GB at 4.8 TB/s, of which an elementwise kernel gets 0.8",
         "sms, tile": "132 SMs; FlashAttention-3 takes 128 queries (arXiv:2407.08608)",
@@ -70,6 +74,7 @@ H200 = Machine(
         "decode": "data sheet: 67 TFLOP/s in fp32, of which 0.75; not measured",
         "ring_step, vae_exchange, vae_hop, tail": "as the GB200's, not measured",
         "across, latency_across": "a 400 Gb/s port a GPU by its data sheet; not measured",
+        "read": "as the GB200's, not measured",
     },
 )  # fmt: skip
 B200 = replace(
@@ -104,7 +109,8 @@ def find(name: str) -> Machine:
         raise ValueError(f"{name} is not JSON with the base of its constants, one of {', '.join(MACHINES)}") from None
     if unknown := sorted(set(found) - {f.name for f in fields(Machine)}):
         raise ValueError(f"{name}: unknown constant {unknown[0]}; known: {', '.join(f.name for f in fields(Machine))}")
-    merged = {key: getattr(base, key) | value if isinstance(value, dict) else value for key, value in found.items()}
+    merged = {key: value | {k: v for k, v in getattr(base, key).items() if k not in value} if isinstance(value, dict) else value
+              for key, value in found.items()}  # a measured kernel comes before one that was not  # fmt: skip
     return replace(base, **{"name": name} | merged)
 
 

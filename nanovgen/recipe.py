@@ -50,6 +50,8 @@ class Request:
     vae_dtype: str = _option("auto", "bfloat16, float32, or auto (float32): bfloat16 halves the decode's memory")
     chunk: int | None = _option(None, "latent frames decoded at a time; 0: all at once")
     check: int = _option(10, "every so many steps, and after the last, all ranks compare a checksum of their latents; 0: never")
+    offload: str = _option("auto", "two experts: have only the one in use on the device, and read the other when its steps "
+                           "begin: yes, no, or auto (yes where the device cannot hold both)")  # fmt: skip
     free_text_tower: str = _option("auto", "Cosmos3: drop the text tower's weights once the prompts are read: yes, no, or auto "
                                    "(yes where the device cannot hold both towers)")  # fmt: skip
 

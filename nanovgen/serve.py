@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-import torch
 from PIL import Image
 
 from nanovgen import choose, client, launch, orders, summary
@@ -136,20 +135,14 @@ def prepare(args: argparse.Namespace, request: Request, recipe: Recipe, world: i
     if image is not None and rank:
         image.unlink()  # the first rank's is what the warm-up uses
     kept = jobs.Kept(everything=True)
-    if args.keep == "no" or (args.keep == "auto" and summary.predicted_peak(replace(base, kept=kept)) > memory(base) * 0.9):
+    needs, has = summary.predicted_peak(replace(base, kept=kept), summary.offloads(base)), summary.room(base.device, world)
+    if args.keep == "no" or (args.keep == "auto" and needs > 0.9 * has):
         kept = jobs.Kept()
     return replace(base, kept=kept)
 
 
 def takes_image(model: str) -> bool:
     return jobs.find_preset(model)[1].transformer.get("in_channels", 16) > 16
-
-
-def memory(job: Job) -> int:
-    """Bytes of the device, or of this machine for each of its ranks."""
-    if job.device.type == "cuda":
-        return torch.cuda.get_device_properties(job.device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // job.recipe.parallel_config.world
 
 
 def run_rank(args: argparse.Namespace, base: Job, listener: socket.socket | None, token: str | None) -> int:

@@ -1,9 +1,16 @@
 """What a run says before it starts: the model, the video, the steps, the ranks, what they send, what it all needs."""
 
+import os
+from dataclasses import replace
+
+import torch
+
 from nanovgen import plan, push, scheduler
 from nanovgen.checkpoint import final_dtype
-from nanovgen.job import Job, stored_schedule, warm_jobs
+from nanovgen.job import Job, Kept, stored_schedule, warm_jobs
 from nanovgen.recipe import latent_frames
+
+RESERVED = 3e9  # bytes of a card, for what is no tensor: its context, NCCL's buffers
 
 
 def describe(job: Job) -> dict[str, str]:
@@ -21,7 +28,7 @@ def describe(job: Job) -> dict[str, str]:
         "ranks": describe_ranks(job),
         "runs on": f"{job.device.type}, {job.dtype} (VAE {str(job.vae_dtype)[6:]}), attention kernel {job.kernel}{job.stand_in}"
         + (", float8 matrices" if job.recipe.quant_config.quant_algo == "FP8" else ""),
-        "needs": f"about {predicted_peak(job) / 1e9:.2f} GB on a device; {stored / 1e9:.2f} GB of weight files",
+        "needs": f"about {describe_peak(job)} on a device; {stored / 1e9:.2f} GB of weight files",
         "output": str(job.out),
     }
 
@@ -95,10 +102,11 @@ def weight_bytes(job: Job, part: str) -> int:
     return sum(p.numel() * final_dtype(model, name, dtype).itemsize for name, p in model.state_dict().items())
 
 
-def predicted_peak(job: Job) -> int:
+def predicted_peak(job: Job, offload: bool = False) -> int:
     """Bytes on a device at the fullest moment: the text stage, denoising or the decode, by their largest tensors."""
     size = {part: weight_bytes(job, part) for part in job.models}
-    denoiser = sum(size[part] for part in size if part.startswith("transformer")) // job.recipe.parallel_config.tp_size
+    experts = [size[part] for part in experts_of(job)] or [0]
+    denoiser = (max(experts) if offload else sum(experts)) // job.recipe.parallel_config.tp_size
     texts, denoise, decode = size.get("text_encoder", size.get("text_tower", 0)), denoise_bytes(job), decode_bytes(job)
     if job.kept.everything:
         return texts + denoiser + size["vae"] + max(denoise, decode)
@@ -106,9 +114,36 @@ def predicted_peak(job: Job) -> int:
     return max(texts, denoiser + denoise + beside, size["vae"] + decode)
 
 
+def describe_peak(job: Job) -> str:
+    both, one = (f"{predicted_peak(job, offload) / 1e9:.2f} GB" for offload in (False, True))
+    if len(experts_of(job)) < 2 or job.request.offload == "no":
+        return both
+    return f"{one}, one expert at a time," if job.request.offload == "yes" else f"{both}, or {one} one expert at a time,"
+
+
+def experts_of(job: Job) -> list[str]:
+    return [part for part in job.models if part.startswith("transformer")]
+
+
+def room(device: torch.device, world: int) -> float:
+    """Bytes of tensors that a rank's device takes; CPU ranks share this machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory - RESERVED
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world
+
+
+def offloads(job: Job, memory: float | None = None) -> bool:
+    """Whether one expert at a time is on the device, by --offload; `memory` bytes of tensors (None: what this device takes)."""
+    if len(experts_of(job)) < 2 or job.request.offload != "auto":
+        return job.request.offload == "yes"
+    memory = room(job.device, job.recipe.parallel_config.world) if memory is None else memory
+    both, one = (predicted_peak(replace(job, kept=Kept()), offload) for offload in (False, True))
+    return one < both > memory
+
+
 def denoise_bytes(job: Job) -> int:
     """Of the denoiser's largest tensors, without its weights; 0 where latents are decoded."""
-    if not (experts := sum(part.startswith("transformer") for part in job.models)):
+    if not (experts := len(experts_of(job))):
         return 0
     parallel, w, streams = job.recipe.parallel_config, job.work, 2 if job.negative is not None else 1
     tokens = -(-job.tokens // (parallel.world // parallel.cfg_size // parallel.tp_size))

@@ -50,6 +50,7 @@ SPOILT = [  # what a case may have in place of its own: a fifth of them have one
     dict(prompt=" "), dict(guidance=-1.0), dict(guidance_low=float("nan")), dict(shift=0.0), dict(shift=float("inf")),
     dict(boundary=1.5), dict(seed=-1), dict(seed=2**64), dict(chunk=-1), dict(fps=0), dict(check=-1), dict(solver="ddim"),
     dict(grid="linear"), dict(grid="karras"), dict(dtype="float16"), dict(dressing="none"), dict(free_text_tower="yes"),
+    dict(offload="x"),
     *(dict(world=n) for n in (1, 3, 5, 7, 11)), *(dict(backend=name) for name in ("FA4", "fa9", "flash")),
     *({f"{name}_size": n} for name in ("cfg", "tp", "ulysses", "ring", "parallel_vae") for n in (0, -2)), dict(cfg_size=3),
     dict(attn2d_size=(0, 2)), dict(attn2d_size=(2, 1), ring_size=2), dict(attn2d_merge="eager"), dict(parallel_vae_size=13),

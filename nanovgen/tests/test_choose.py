@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanovgen import article, bench, checkpoint, choose, cost, machines, plan, summary
+from nanovgen import article, checkpoint, choose, cost, machines, plan, summary
 from nanovgen.article import DECODE, FITTED, PREDICTED, RACK, RING_TO_GRID, Row, denoise, recipe
 from nanovgen.machines import GB200, H200
 from nanovgen.recipe import PRESETS, ParallelConfig
@@ -195,7 +195,7 @@ class Counting(cost.vae_parallel.Ledger):
 def test_candidates(world):
     found = list(choose.candidates(world))
     assert len(set(found)) == len(found) and {p.world for p in found} == {world}
-    assert set(bench.recipes(world)) <= set(found)
+    assert set(choose.recipes(world)) <= set(found)
 
 
 def test_wan_on_a_rack(ranked):
@@ -231,14 +231,17 @@ def test_replicated_work_on_72(ranked, model):
 
 
 def test_memory_decides(ranked, plan_says):
-    """80 GB hold one rank's two experts; 48 do not: then tensor parallelism, and on one card a line."""
+    """80 GB hold one rank's two experts; 48 hold one, and the other is read anew; 30 hold half of one; and 20 get a line."""
     at = ("--machine", "h200-nvlink", "--memory")
-    assert ranked("--gpus", 1, *at, 80).choices[0].memory < 77e9
-    split = ranked("--gpus", 2, *at, 48)
-    assert split.choices[0].parallel.tp_size == 2 and split.choices[0].memory < 45e9
-    assert any(words.startswith("needs 6") and words.endswith("a card has 48") for _, _, words in split.refused.values())
-    code, _, error = plan_says("--gpus", 1, *at, 48)
-    assert code == 2 and error.count("\n") == 1 and "the least needs" in error and "there are 48; use more ranks" in error
+    whole, one = (ranked("--gpus", 1, *at, memory).choices[0] for memory in (80, 48))
+    assert 60e9 < whole.memory < 77e9 and not whole.offload and whole.name == "1 rank"
+    assert one.offload and one.memory < 45e9 and one.name == "1 rank.offload" and one.step == whole.step
+    assert one.total - whole.total == pytest.approx(one.parts["read"]) and one.parts["read"] == pytest.approx(57.2 / 5, rel=0.01)
+    split = ranked("--gpus", 2, *at, 30)
+    assert split.choices[0].parallel.tp_size == 2 and split.choices[0].offload and split.choices[0].memory < 27e9
+    assert any(words.startswith("needs 3") and words.endswith("a card has 30") for _, _, words in split.refused.values())
+    code, _, error = plan_says("--gpus", 1, *at, 30)
+    assert code == 2 and error.count("\n") == 1 and "the least needs" in error and "there are 30; use more ranks" in error
     _, _, error = plan_says("--gpus", 2, *at, 20)
     assert f"the least needs {(split.choices[0].memory + 3e9) / 1e9:.3g} GB a card and there are 20" in error  # tp 2, not ring 2
 
@@ -329,4 +332,4 @@ def test_memory_is_summarys():
     """Not decided twice: the ranking's figure is what a run with that recipe would print."""
     job, found = choose.asked(choose.parse(["--model", "tiny-wan", "--gpus", "4"]))
     for c in found.choices[::7]:
-        assert c.memory == summary.predicted_peak(choose.with_(job, c.parallel)), c.name
+        assert c.memory == summary.predicted_peak(choose.with_(job, c.parallel), c.offload), c.name

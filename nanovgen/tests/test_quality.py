@@ -43,13 +43,13 @@ def test_every_recipe_of_two_ranks(table, wide_folder, tmp_path):
     keep = tmp_path / "kept"
     report, said = table("--model", wide_folder, "--ranks", 2, "--dtypes", "float32", "--prompts", PROMPT, "--keep", keep)
     rows = rows_of(report, "float32")
-    assert list(rows) == ["one rank", "one rank again", "one rank, keys in reverse", "one rank, two threads", "tp2", "ulysses2",
-                          "ulysses2 async", "ulysses2 fused", "ring2", "q_axis2", "q_axis2 reduce_scatter", "kv_axis2",
-                          "kv_axis2 overlapped", "cfg2", "ring2, VAE 2 by width", "ring2, VAE 2 by height"]  # fmt: skip
-    for name in ("one rank again", "ulysses2", "ulysses2 async", "ulysses2 fused", "kv_axis2", "cfg2"):
+    first = ["one rank", "one rank again", "one rank, keys in reverse", "one rank, two threads"]
+    swept = ["ring2", "1x2", "1x2.reduce_scatter", "2x1", "2x1.overlapped", "ul2", "ul2.async", "ul2.fused", "tp2", "cfg2"]
+    assert list(rows) == [*first, *swept, "ring2, VAE 2 by width", "ring2, VAE 2 by height"]
+    for name in ("one rank again", "ul2", "ul2.async", "ul2.fused", "2x1", "cfg2"):
         assert rows[name]["alone"]["latents"]["error"] == 0 and rows[name]["alone"]["pixels"]["psnr"] is None, name  # infinite
         assert rows[name]["why"] == ""
-    for name in ("one rank, keys in reverse", "tp2", "ring2", "q_axis2"):
+    for name in ("one rank, keys in reverse", "tp2", "ring2", "1x2"):
         assert 0 < rows[name]["alone"]["latents"]["error"] < 1e-5 and rows[name]["why"], name
     assert "partial results are merged" in rows["ring2"]["why"] and "partial sums" in rows["tp2"]["why"]
     assert all(row["within"] for row in rows.values()) and said.count("| ring2 | 2 |") == 1 and "BEYOND" not in said
@@ -115,7 +115,7 @@ def test_swept_recipes_that_cannot_work_are_said(wide_folder, tmp_path):
     request = quality.Request(prompt=PROMPT, model=str(wide_folder), size="64x32", frames=5, out=str(tmp_path / "v.mp4"))
     found, refused = clips.prepare(request, ["float32"], clips.choose([], [3]), 1)
     assert "8 heads do not split over ulysses 3" in refused["ulysses3"] and "tp 3" in refused["tp3"]
-    assert {"ring3", "q_axis3", "kv_axis3", "ring3, VAE 3 by width"} <= {variant.name for variant, _ in found}
+    assert {"ring3", "1x3", "3x1", "ring3, VAE 3 by width"} <= {variant.name for variant, _ in found}
     with pytest.raises(ValueError, match="8 heads do not split over ulysses 3"):
         clips.prepare(request, ["float32"], [clips.Variant("mine", Recipe(parallel_config=ParallelConfig(ulysses_size=3)))], 1)
 

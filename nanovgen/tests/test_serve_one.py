@@ -236,9 +236,9 @@ def test_weights_are_kept_where_they_fit(pristine, tmp_path, monkeypatch):
     need = summary.predicted_peak(jobs.replace(job, kept=jobs.Kept(everything=True)))
     assert parts < need < parts + summary.predicted_peak(job)
     assert [kept(way) for way in ("auto", "yes", "no")] == [True, True, False]
-    monkeypatch.setattr(serve, "memory", lambda _: need)
+    monkeypatch.setattr(summary, "room", lambda *_: need)
     assert [kept(way) for way in ("auto", "yes", "no")] == [False, True, False]
-    monkeypatch.setattr(serve, "memory", lambda _: need * 1.2)
+    monkeypatch.setattr(summary, "room", lambda *_: need * 1.2)
     assert kept("auto")
 
 
