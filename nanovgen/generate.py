@@ -213,8 +213,14 @@ def load_alone(job: Job, part: str, experts: dict[str, nn.Module], stages: Stage
     for other in set(summary.experts_of(job)) - {part}:
         experts.pop(other, None)
         job.kept.parts.pop(other, None)
-    gc.collect()  # a compiled model refers to itself, and would still be there
+    collect(job)
     return load(job, part, stages)
+
+
+def collect(job: Job) -> None:
+    """A compiled model refers to itself, and would be on the device still when the next one comes."""
+    if job.recipe.torch_compile_config.enable:
+        gc.collect()
 
 
 def warm_up(job: Job, part: str, model: nn.Module, texts: dict[int, Text], condition: Tensor | None) -> None:
@@ -325,7 +331,7 @@ def generate(job: Job, stages: Stages | None = None) -> dict:
             texts = encode_texts(job, stages)
             condition = image_condition(job, stages) if job.request.image else None
             latents = denoise(job, texts, condition, stages)
-            gc.collect()  # a compiled model refers to itself, and would be on the device still when the VAE comes
+            collect(job)
             saved = save_latents(latents, job) if first else latents_path(job.out)
         try:
             frames = decode(job, latents, stages) if job.mesh.vae is not None else []

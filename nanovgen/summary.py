@@ -28,7 +28,7 @@ def describe(job: Job) -> dict[str, str]:
         "ranks": describe_ranks(job),
         "runs on": f"{job.device.type}, {job.dtype} (VAE {str(job.vae_dtype)[6:]}), attention kernel {job.kernel}{job.stand_in}"
         + (", float8 matrices" if job.recipe.quant_config.quant_algo == "FP8" else ""),
-        "needs": f"about {describe_peak(job)} on a device; {stored / 1e9:.2f} GB of weight files",
+        "needs": f"about {describe_peak(job)}; {stored / 1e9:.2f} GB of weight files",
         "output": str(job.out),
     }
 
@@ -117,8 +117,9 @@ def predicted_peak(job: Job, offload: bool = False) -> int:
 def describe_peak(job: Job) -> str:
     both, one = (f"{predicted_peak(job, offload) / 1e9:.2f} GB" for offload in (False, True))
     if len(experts_of(job)) < 2 or job.request.offload == "no":
-        return both
-    return f"{one}, one expert at a time," if job.request.offload == "yes" else f"{both}, or {one} one expert at a time,"
+        return f"{both} on a device"
+    alone = "with one expert at a time"
+    return f"{one} on a device, {alone}" if job.request.offload == "yes" else f"{both} on a device, or {one} {alone}"
 
 
 def experts_of(job: Job) -> list[str]:

@@ -19,6 +19,7 @@ Letters: b batch, c channels, f frames, y rows, x columns.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -324,6 +325,15 @@ class Decoder(nn.Module):
         return self.conv_out(self.norm_out.silu(x), stream)
 
 
+@cache
+def kept_elements(config: VAEConfig, frames: int) -> int:
+    """What a decode of so many latent frames (the second one doubles) keeps in its caches for each latent row and column."""
+    stream = Stream()
+    with torch.device("meta"):
+        Decoder(config)(torch.empty(1, config.z_dim, frames, 1, 1), stream)
+    return sum(past.numel() for past in stream.cache.values())
+
+
 class VAE(nn.Module):
     """The pair, with the latent normalisation inside: latents outside this file are always normalised."""
 
@@ -388,11 +398,9 @@ class VAE(nn.Module):
         twice the channels: 16.5): what came into the stage, into the block and into the convolution, that with its past, three
         frames side by side, what comes out. The test counts the same tensor by tensor.
         """
-        stream, scale = Stream(), self.config.scale // self.config.patch
-        self.decoder(torch.empty(1, self.config.z_dim, min(f, 2), y, x, device="meta"), stream)  # the second frame doubles
-        kept, c = sum(past.numel() for past in stream.cache.values()), self.decoder.norm_out.gamma.numel()
-        held = c * min(4 * chunk, 4 * f - 3) * scale * y * scale * x
-        return itemsize * (kept + round((16.5 if self.config.is_residual else 9.5) * held))
+        scale, times = self.config.scale // self.config.patch, 16.5 if self.config.is_residual else 9.5
+        held = self.decoder.norm_out.gamma.numel() * min(4 * chunk, 4 * f - 3) * scale * y * scale * x
+        return itemsize * (kept_elements(self.config, min(f, 2)) * y * x + round(times * held))
 
     def unpatch(self, x: Tensor) -> Tensor:
         """What the decoder gives, (b, 3 p p, f, y, x), to pixels (b, 3, f, p y, p x)."""

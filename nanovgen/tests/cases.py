@@ -102,7 +102,7 @@ def requests(draw, cosmos: bool) -> Request:
     shape = dict(size=f"{pick(16, 32, 48, 64, 80)}x{pick(16, 32, 48, 64)}", frames=pick(1, 5, 9, 13), fps=pick(16, 1))
     guidance = dict(guidance=pick(0.0, 1.0, 1.0, 3.0, 5.0), guidance_low=pick(None, 1.0, 3.0), negative_prompt=pick(None, ""))
     steps = dict(steps=pick(1, 2, 3), shift=pick(None, 1.0, 5.0), solver=pick("unipc", "euler"), grid=pick("native", "diffusers"))
-    said = dict(dressing=pick("auto", "bare", "bare", "chat")) if cosmos else {}
+    said = dict(dressing=pick("auto", "bare", "bare", "chat")) if cosmos else dict(offload=pick("auto", "auto", "auto", "yes"))
     return Request(prompt, **shape, **guidance, **steps, **said, seed=pick(0, 1, 2**63), chunk=pick(None, 0, 1, 2), check=1,
                    device="cpu")  # fmt: skip
 

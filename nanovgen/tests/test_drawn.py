@@ -55,6 +55,7 @@ RULES = {  # name: what the line says; the first that fits
     "choice": "is not one of|are Cosmos3's; leave them out",
     "grid": "grid karras",
     "boundary": "has one transformer; leave --boundary out",
+    "offload": "--offload is for two experts",
     "image": "makes video from|one frame is the image itself",
     "model": "no known model is so",
     "degree": "a degree is at least 1",

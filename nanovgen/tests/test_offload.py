@@ -76,7 +76,7 @@ def test_auto_goes_by_memory(make):
     assert both - one == summary.weight_bytes(job, EXPERTS[0]) > 28e9
     assert [summary.offloads(job, memory) for memory in (math.inf, both, both - 1, 0)] == [False, False, True, True]
     assert not summary.offloads(no, 0) and summary.offloads(yes, math.inf)
-    assert f"{both / 1e9:.2f} GB, or {one / 1e9:.2f} GB one expert at a time" in summary.describe(job)["needs"]
+    assert f"{both / 1e9:.2f} GB on a device, or {one / 1e9:.2f} GB with one expert" in summary.describe(job)["needs"]
     served = replace(job, kept=jobs.Kept(everything=True))  # which holds more, and is not asked whether it all fits
     assert summary.predicted_peak(served) > both and not summary.offloads(served, both)
     assert not summary.offloads(make("auto"), 0)  # there the text encoder is the largest: it would save nothing

@@ -262,25 +262,20 @@ def test_values_that_are_not_finite_stop_the_run(ask, tiny_folder, edit_weights)
     assert list(Path.cwd().iterdir()) == []
 
 
-SLOW = [["--frames", "80"], ["--size", "853x480"], ["--recipe", "no"], ["--model", "foo"], ["--model", "nobody/nothing"],
-        ["--out", "v.avi"], ["--device", "tpu"]]  # fmt: skip
-
-
-def test_refusals_are_fast(spawn, finish, tiny_folder):
+@pytest.mark.parametrize("arguments", [["--frames", "80"], ["--model", "nobody/nothing"], ["--out", "v.avi"]], ids=" ".join)
+def test_refusals_are_fast(spawn, finish, tiny_folder, arguments):
     """As the user meets them: process start, imports and all. This machine may be busy: beside torch's own import, and again."""
-    for arguments in SLOW:
-        tries = []
-        for _ in range(3):
-            start = time.perf_counter()
-            subprocess.run([sys.executable, "-c", "import torch"], check=True)
-            torch_alone = time.perf_counter() - start
-            result = finish(spawn("x", "--model", tiny_folder, *arguments, HF_HUB_OFFLINE="1"))
-            tries.append(time.perf_counter() - start - torch_alone)
-            assert result.code == 2 and result.out == "" and result.err.count("\n") == 1, result
-            if fast := tries[-1] < max(3, torch_alone + 1):
-                break
-        print(f"{' '.join(arguments):<28} {tries[-1]:.2f} s, import torch {torch_alone:.2f} s")
-        assert fast, (arguments, tries)
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        torch_alone = time.perf_counter() - start
+        result = finish(spawn("x", "--model", tiny_folder, *arguments, HF_HUB_OFFLINE="1"))
+        seconds = time.perf_counter() - start - torch_alone
+        assert result.code == 2 and result.out == "" and result.err.count("\n") == 1, result
+        if seconds < max(3, 1.5 * torch_alone):
+            break
+    print(f"{' '.join(arguments):<28} {seconds:.2f} s, import torch {torch_alone:.2f} s")
+    assert seconds < max(3, 1.5 * torch_alone)
 
 
 def test_request_types(cli):

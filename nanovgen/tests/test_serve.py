@@ -279,11 +279,11 @@ def fuzzed(rng: random.Random) -> tuple[str, bytes]:
     return kind, data
 
 
-def test_fuzzed_bodies_reach_no_rank(server):
-    """A thousand of them, each answered by a status of its own; no more is begun than was accepted, and the next is served."""
-    rng, counts, accepted = random.Random(0), {}, []
+def test_fuzzed_bodies_reach_no_rank(server, request):
+    """Each (of 1000 with --full) is answered by a status of its own; no more is begun than was accepted; the next is served."""
+    rng, counts, accepted, bodies = random.Random(0), {}, [], 1000 if request.config.getoption("full") else 250
     begun = counted(server, "nanovgen_started_total")
-    for _ in range(1000):
+    for _ in range(bodies):
         kind, data = fuzzed(rng)
         answer = server.ask("/v1/videos", data, Content_Type=kind)
         counts[answer.status] = counts.get(answer.status, 0) + 1
@@ -291,7 +291,7 @@ def test_fuzzed_bodies_reach_no_rank(server):
             accepted.append(answer.json["id"])
             assert server.ended(accepted[-1])["status"] == "completed"
     print(counts)
-    assert set(counts) <= {202, 400, 413, 415, 422} and counts[422] > 300 and len(accepted) < 100
+    assert set(counts) <= {202, 400, 413, 415, 422} and counts[422] > 0.3 * bodies and len(accepted) < 0.1 * bodies
     assert counted(server, "nanovgen_started_total") - begun == len(accepted)
     assert server.ask("/v1/videos/sync", {"prompt": PROMPT}).status == 200
     assert "Traceback" not in server.log, server.log

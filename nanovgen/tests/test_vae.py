@@ -49,7 +49,7 @@ def test_bf16():
     component = checkpoint.open_component(ROOT / "weights" / "tiny-wan" / "vae")
     models = [checkpoint.load(checkpoint.build(VAE, VAEConfig.read(component.config)), component, CPU, dtype)
               for dtype in (torch.float32, torch.bfloat16)]  # fmt: skip
-    clip = clip_world.render([clip_world.sample_clip(random.Random(0), 1)], CPU)
+    clip = clip_world.render([clip_world.sample_clip(random.Random(0), 1)], CPU)[:, :, :9]
     whole, half = (torch.cat([*m.decode(m.encode(clip))], dim=2).float() for m in models)
     assert models[1].encode(clip[:, :, :5]).dtype == torch.float32  # the latents' statistics are undone in fp32
 
