@@ -20,11 +20,12 @@ import math
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanovgen.fp8 import quantize
+from nanovgen import fp8
 
 aten = torch.ops.aten
 Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -125,8 +126,26 @@ def tokens_first(*tensors: Tensor) -> list[Tensor]:
 
 def by_heads(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """x (b, H, s, d) in float8, and its units (b, groups) fp32: one for each key head's group of heads."""
-    rounded, unit = quantize(x.unflatten(1, (groups, -1)), (2, 3, 4))
+    rounded, unit = fp8.quantize(x.unflatten(1, (groups, -1)), (2, 3, 4))
     return rounded.flatten(1, 2), unit.flatten(1)
+
+
+def fa3_of_rounded(qkv: Tensor, unit: Tensor) -> Tensor:
+    """q, k, v (b, s, H, 3, d) in float8 already, heads in `unit` (b, H, 3) -> o (b, s, H, d)."""
+    descales = {f"{name}_descale": u.contiguous() for name, u in zip("qkv", unit.unbind(-1), strict=True)}
+    return installed("fa3").flash_attn_func(*qkv.unbind(-2), return_attn_probs=True, **descales)[0]
+
+
+class Float8(NamedTuple):
+    """The steps of a float8 kernel, for a scheme that rounds before it sends (fused Ulysses)."""
+
+    largest: Callable[[Tensor, tuple[int, ...]], Tensor]
+    rounded: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    attend: Callable[[Tensor, Tensor], Tensor] = fa3_of_rounded
+
+
+def _compiled(f: Callable) -> Callable:
+    return lambda *given: torch.compile(f, dynamic=False)(*given)
 
 
 def find_kernel(name: str, compiled: bool = False) -> Kernel:
@@ -136,6 +155,8 @@ def find_kernel(name: str, compiled: bool = False) -> Kernel:
 
 KERNELS: dict[str, Kernel] = {"cpu": _cpu, "flash": _flash, "cudnn": _cudnn, "efficient": _efficient, "fa2": _fa2, "fa3": _fa3,
                               "fa4": _fa4, "fa3-fp8": _fa3_fp8, "reversed": _reversed}  # fmt: skip
+FLOAT8 = {_fa3_fp8: Float8(fp8.largest, fp8.rounded),
+          _fa3_fp8_compiled: Float8(_compiled(fp8.largest), _compiled(fp8.rounded))}  # fmt: skip
 # These take fewer key heads than query heads; for the others they are repeated.
 GROUPED = {_cpu, _fa2, _fa3, _fa3_fp8, _fa3_fp8_compiled, _fa4}
 # Kernels that are installed apart from torch: their modules, the first that is there; the cards' capabilities.

@@ -47,7 +47,7 @@ class Bench:
 
     @property
     def work(self) -> plan.Work:
-        return plan.work(self.config, self.latent, self.dtype.itemsize)
+        return plan.work(self.config, self.latent, self.dtype.itemsize, attention.KERNELS[self.kernel])
 
 
 class Clock:

@@ -22,11 +22,17 @@ E4M3 = torch.float8_e4m3fn
 
 
 def quantize(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """x in float8, and the unit (fp32, `dims` kept as 1) that each group along `dims`, the last one with them, is in.
+    """x in float8, and the unit (fp32, `dims` kept as 1) that each group along `dims`, the last one with them, is in."""
+    return rounded(x, largest(x, dims))
 
-    The largest is sought along the last dim first, where numbers lie side by side.
-    """
-    largest = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True).amax(dims, keepdim=True).float()
+
+def largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Sought along the last dim first, where numbers lie side by side."""
+    return torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True).amax(dims, keepdim=True).float()
+
+
+def rounded(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """x, whose groups have no number beyond `largest`, in float8; and the unit of each group."""
     unit = largest.clamp(min=torch.finfo(torch.float32).tiny) / torch.finfo(E4M3).max
     return (x.float() / unit).to(E4M3), unit
 

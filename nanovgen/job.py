@@ -77,7 +77,7 @@ class Job:
     @property
     def work(self) -> plan.Work:
         return plan.work(self.models["transformer" if "transformer" in self.models else "transformer_2"].config,
-                         self.latent_shape, self.dtype.itemsize)  # fmt: skip
+                         self.latent_shape, self.dtype.itemsize, attention.KERNELS[self.kernel])  # fmt: skip
 
     @property
     def tokens(self) -> int:

@@ -18,7 +18,7 @@ from functools import partial
 from torch import Tensor
 
 from nanovgen import attn2d, cfg, tp, ulysses, vae_parallel
-from nanovgen.attention import KV, Kernel, after, attention
+from nanovgen.attention import FLOAT8, KV, Kernel, after, attention
 from nanovgen.cosmos import CosmosConfig
 from nanovgen.mesh import Cut, Mesh
 from nanovgen.recipe import ParallelConfig
@@ -44,14 +44,16 @@ class Work:
     latent: tuple[int, int, int] = (1, 1, 1)  # f, y, x
     channels: int = 0  # of the latents
     sums: tuple[int, int] = (0, 0)  # a layer's all-reduces under tensor parallelism: of the width, of one fp32 number
+    float8: bool = False  # a float8 kernel, and no prefix, which would not be rounded with the rest
 
 
-def work(config: WanConfig | CosmosConfig, latent: tuple[int, int, int], itemsize: int) -> Work:
+def work(config: WanConfig | CosmosConfig, latent: tuple[int, int, int], itemsize: int, kernel: Kernel | None = None) -> Work:
+    """Of a model at a size, with an attention kernel where it matters which."""
     f, y, x = latent
     if isinstance(config, WanConfig):
         heads = (config.num_attention_heads, config.num_attention_heads, config.attention_head_dim)
         return Work(f * (y // 2) * (x // 2), *heads, config.num_layers, itemsize, config.width, config.ffn_dim, latent,
-                    config.out_channels, (3, 3))  # fmt: skip
+                    config.out_channels, (3, 3), kernel in FLOAT8)  # fmt: skip
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     return Work(f * -(-y // 2) * -(-x // 2), *heads, config.num_hidden_layers, itemsize, config.hidden_size,
                 config.intermediate_size, latent, config.latent_channel, (2, 0))  # fmt: skip
@@ -145,10 +147,16 @@ def bind(parallel: ParallelConfig, mesh: Mesh, tokens: int, kernel: Kernel) -> A
         inner = partial(local, kernel=kernel)
     if mesh.ulysses.size == 1:
         return lambda q, k, v, prefix=None: inner(q(), k(), v(), prefix)
-    way = (
-        ulysses.ulysses_async if parallel.async_ulysses else ulysses.ulysses_fused if parallel.fused_ulysses else ulysses.ulysses
-    )
+    way = ulysses.ulysses_async if parallel.async_ulysses else ulysses.ulysses
+    if parallel.fused_ulysses:
+        rounds = kernel in FLOAT8 and rounds_first(parallel)
+        way = partial(ulysses.ulysses_rounded, kernel=FLOAT8[kernel]) if rounds else ulysses.ulysses_fused
     return lambda q, k, v, prefix=None: way(q, k, v, prefix, mesh.ulysses, cut, inner)
+
+
+def rounds_first(parallel: ParallelConfig) -> bool:
+    """Whether fused Ulysses rounds for a float8 kernel before the exchange: where the kernel is all there is inside."""
+    return parallel.fused_ulysses and parallel.ring_size == 1 and parallel.attn2d_size == (1, 1)
 
 
 def local(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, kernel: Kernel) -> Tensor:
@@ -187,6 +195,9 @@ def bytes_sent(parallel: ParallelConfig, work: Work, streams: int) -> dict[str, 
         "q_axis": (m - 1) * (2 * q * size + 4 * heads),
         "tp": wide * reduced(s * work.width, p.tp_size) * size + single * reduced(s, p.tp_size) * 4,
     }
+    if work.float8 and rounds_first(p):  # q, k, v by the byte, o as it is; and the agreement on a unit a head of each
+        units = 4 * reduced(3 * work.heads // p.tp_size, d["ulysses"])
+        layer["ulysses"] = q * (3 + size) * (d["ulysses"] - 1) // d["ulysses"] + units
     if p.attn2d_merge == "reduce_scatter":
         layer["q_axis"] = (m - 1) * (q * size + 4 * (q + heads) + 4 * 2 * heads)
     forwards = 1 if streams == 1 else -(-streams // p.cfg_size)

@@ -15,6 +15,7 @@ Source   DeepSpeed-Ulysses, arXiv:2309.14509.
 Refuses  H % p != 0 (a head is not split); Hkv and p of which neither divides the other; fused with GQA (q, k, v must stack).
 
 Three ways, equal to the bit. `ulysses`: one exchange each for q, k, v. `ulysses_fused`: one exchange of the three stacked.
+With a float8 kernel and no further ranks inside it is `ulysses_rounded`: rounded once, before the exchange, half the bytes out.
 `ulysses_async`: v, then q, then k, each under way while the next one is computed: pushed into the peers' memory by the copy
 engine where they reach it (push.py), by the backend's asynchronous all-to-all elsewhere.
 
@@ -27,8 +28,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from nanovgen.attention import KV, Projection
-from nanovgen.mesh import Axis, Cut, Pending, all_to_all, pad, shard, start_all_to_all
+from nanovgen.attention import KV, Float8, Projection
+from nanovgen.mesh import Axis, Cut, Pending, all_reduce, all_to_all, pad, shard, start_all_to_all
 from nanovgen.push import Push
 
 Inner = Callable[[Tensor, Tensor, Tensor, KV | None], Tensor]
@@ -59,6 +60,19 @@ def ulysses_fused(q: Projection, k: Projection, v: Projection, prefix: KV | None
     """One exchange of (b, s, 3, H, d): three times the bytes, a third of the calls."""
     qkv = to_heads(start_to_heads(torch.cat([q(), k(), v()], dim=-1), axis, cut), axis, cut)  # heads carry 3 d
     return to_tokens(inner(*qkv.chunk(3, dim=-1), own_heads(prefix, axis)), axis, cut)
+
+
+def ulysses_rounded(q: Projection, k: Projection, v: Projection, prefix: KV | None, axis: Axis, cut: Cut, inner: Inner,
+                    kernel: Float8) -> Tensor:  # fmt: skip
+    """Fused, in float8 (b, s, H, 3 d): a head needs one unit on all ranks, so they first agree on its largest number."""
+    if prefix is not None:  # it is not rounded with the rest
+        return ulysses_fused(q, k, v, prefix, axis, cut, inner)
+    qkv = pad(torch.stack([q(), k(), v()], dim=-2), 1, cut.chunk)  # b s H 3 d
+    largest = all_reduce(kernel.largest(qkv, (1, 4)), axis, largest=True)  # b 1 H 3 1
+    rounded, unit = kernel.rounded(qkv, largest)
+    sent = start_to_heads(rounded.view(torch.uint8).flatten(-2), axis, cut)  # backends know bytes, not all know float8
+    qkv = to_heads(sent, axis, cut).view(rounded.dtype).unflatten(-1, (3, -1))
+    return to_tokens(kernel.attend(qkv, shard(unit[:, 0, :, :, 0], axis, dim=1)), axis, cut)
 
 
 def ulysses_async(q: Projection, k: Projection, v: Projection, prefix: KV | None, axis: Axis, cut: Cut, inner: Inner) -> Tensor:

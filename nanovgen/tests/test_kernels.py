@@ -6,13 +6,16 @@ shows that we hand over and take back the right thing; speed and numbers on a ca
 
 import math
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
 
-from nanovgen import attention
+from nanovgen import attention, fp8, mesh, plan
 from nanovgen.attention import KERNELS
+from nanovgen.recipe import ParallelConfig
+from nanovgen.wan import WanConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -98,6 +101,47 @@ def test_fp8_keeps_three_bits():
     error = ((found - x.double())[:, 4:].norm() / x.double()[:, 4:].norm()).item()
     print(f"float8's rounding: {error:.2e}")
     assert 1e-2 < error < 4e-2  # half a unit in the fourth bit, spread evenly: 1/16 / sqrt(3) at most
+
+
+WAN = WanConfig(num_attention_heads=6, attention_head_dim=16, num_layers=1, ffn_dim=64, text_dim=16)
+
+
+@pytest.mark.parametrize(("ranks", "tokens"), [(2, 16), (3, 14), (3, 2)])
+def test_fused_ulysses_rounds_before_it_sends(install, on_ranks, ranks, tokens):
+    """To the bit what one rank makes of the whole, whose numbers have the same units: also where a rank has none of them."""
+    install(fa3=fa3)
+    parallel, kernel = ParallelConfig(ulysses_size=ranks, fused_ulysses=True), KERNELS["fa3-fp8"]
+
+    def work() -> tuple[bool, bool, dict]:
+        m, generator = mesh.open_mesh(CPU, {"ulysses": ranks}), torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, tokens, 6, 16, generator=generator).to(torch.bfloat16) for _ in range(3))
+        q[:, 0, 2] *= 100  # on the first rank alone: the others learn of it
+        found, units_of_its_own = [], attention.Float8(kernel_of.largest, lambda x, _: fp8.quantize(x, (1, 4)), kernel_of.attend)
+        for steps in (kernel_of, units_of_its_own):
+            attention.FLOAT8[kernel] = steps
+            m.sent.clear()
+            own = [lambda x=x: mesh.shard(x, m.seq, 1) for x in (q, k, v)]
+            found.append(plan.bind(parallel, m, tokens, kernel)(*own))
+        wanted = mesh.shard(attention.attention(q, k, v, kernel)[0], m.seq, 1)
+        return torch.equal(found[0], wanted), torch.equal(found[1], wanted), m.bytes_sent()
+
+    kernel_of = attention.FLOAT8[kernel]
+    shape = replace(plan.work(WAN, (1, 2, 2 * tokens), 2, kernel), layers=1, channels=0)
+    equal, broken, sent = zip(*on_ranks(ranks, work), strict=True)
+    assert all(equal) and not all(broken)
+    assert shape.tokens == tokens and all(s == plan.bytes_sent(parallel, shape, 1) for s in sent), sent
+    plain = plan.bytes_sent(parallel, replace(shape, float8=False), 1)["ulysses"]
+    print(f"{sent[0]} for {plain} in bfloat16")
+
+
+def test_what_is_not_rounded_before(install):
+    """Within a ring or a grid the kernel rounds what it gets, and what travels is as wide as ever."""
+    kernel = KERNELS["fa3-fp8"]
+    for more in (dict(ring_size=2), dict(attn2d_size=(2, 1))):
+        parallel = ParallelConfig(ulysses_size=2, fused_ulysses=True, **more)
+        works = [plan.work(WAN, (1, 4, 8), 2, kernel=which) for which in (kernel, KERNELS["cpu"])]
+        assert works[0].float8 and not works[1].float8
+        assert plan.bytes_sent(parallel, works[0], 1) == plan.bytes_sent(parallel, works[1], 1)
 
 
 def test_grouped_keys_equal_repeated_ones():
