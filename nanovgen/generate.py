@@ -187,7 +187,7 @@ def denoise(job: Job, texts: dict[int, Text], condition: Tensor | None, stages: 
                 experts = {part: load_alone(job, part, experts, stages)}
             if job.preset.experts > 1:
                 progress.set_postfix(expert="high" if part == "transformer" else "low", refresh=False)
-            if compiling and progress.n == 0:
+            if compiling and part == job.expert(job.times[0]):
                 with stages("warm-up"):
                     warm_up(job, part, experts[part], texts, condition)
             before = compiled.graphs() if compiling else 0

@@ -244,6 +244,7 @@ def test_weights_are_kept_where_they_fit(pristine, tmp_path, monkeypatch):
 
 def test_what_is_kept_is_compiled_once(pristine, tmp_path, one_thread):
     """Of two requests alike the second compiles and loads nothing; one of another shape would be warmed up for it alone."""
+    torch._dynamo.reset()  # this process may have compiled the same code for another test
     recipe = Recipe(torch_compile_config=TorchCompileConfig(True))
     request = Request(PROMPT, str(pristine), size="64x32", frames=5, steps=2, out=str(tmp_path / "v.mp4"))
     base, made = jobs.replace(jobs.prepare(request, recipe), kept=jobs.Kept(everything=True)), []
