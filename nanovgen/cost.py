@@ -5,7 +5,7 @@
 
     linears      2 x rows x in x out / rate, in whole waves of tiles: rows are this rank's tokens
     attention    4 x queries x keys x heads x d / rate, likewise, once, or as often as a ring has steps
-    rest         norms, rotation, gating: REST reads and writes of tokens x width
+    rest         norms, rotation, gating: REST reads and writes of tokens x width; compiled, but with tensor parallelism
     merges       of partial results, in fp32; copies: the rearranging around Ulysses' all-to-alls
     exchanges    by axis: plan.bytes_sent, the schemes' own formulas, over the slowest link in the axis, and a latency a call;
                  less what async Ulysses, a ring or overlapped Attention2D hide behind the kernels beside them
@@ -37,6 +37,7 @@ from nanovgen.wan import WanConfig
 
 GEMM_ROWS, GEMM_COLUMNS = 128, (256, 192, 128)  # tiles of a matrix product; a library takes the best of them
 REST = 95  # measured on two H200s, compiled: 263.6 ms a block less 184.9, 59.1 and 1.4 of cross-attention are 18.2 ms
+EAGER_REST = 253  # likewise, eager: 293.9 ms a block; with tensor parallelism, which compiled.py refuses
 KERNEL = 3e-6  # seconds: the shortest kernel
 COPY = 8  # bytes an element of bf16: read and written before an all-to-all, and after it
 TEXT_ROWS = {"wan": 512, "cosmos": 1554}  # padded; a usual chat with our default negative prompt
@@ -159,7 +160,7 @@ def layer(m: Machine, kernel: str, parallel: ParallelConfig, load: Load) -> dict
     times = {"linears": sum(products), "attention": passes * one_pass, "cross-attention": 0.0}
     if wan:
         times["cross-attention"] = attention_seconds(m, rate, s, load.text, work.heads // p.tp_size, work.head_dim)
-    times["rest"] = REST * s * work.width * work.itemsize / m.stream
+    times["rest"] = (REST if p.tp_size == 1 else EAGER_REST) * s * work.width * work.itemsize / m.stream
     times["merges"] = sum(merges(m, p, queries * heads * work.head_dim))
     ulysses = s * 2 * (work.heads + max(work.kv_heads, p.ulysses_size)) // p.tp_size * work.head_dim
     times["copies"] = COPY * ulysses / m.stream if p.ulysses_size > 1 else 0.0

@@ -93,7 +93,7 @@ def test_our_own_block():
     assert sum(found.values()) == pytest.approx(263.6e-3, rel=0.02)
 
 
-OURS = {  # seconds of a step of two streams on two H200s, 8 of 40 layers, FA3, compiled, 2026-11-30: README.md's table
+OURS = {  # seconds of a step of two streams on two H200s, 8 of 40 layers, FA3, compiled but for tp, 2026-11-30: README.md's table
     "one rank": (3.7074, {}),
     "ulysses 2": (1.9450, dict(ulysses_size=2)),
     "ulysses 2 async": (1.9207, dict(ulysses_size=2, async_ulysses=True)),
@@ -101,6 +101,7 @@ OURS = {  # seconds of a step of two streams on two H200s, 8 of 40 layers, FA3, 
     "ring 2": (1.9365, dict(ring_size=2)),
     "1x2": (1.9716, dict(attn2d_size=(1, 2))),
     "1x2 reduce_scatter": (1.9858, dict(attn2d_size=(1, 2), attn2d_merge="reduce_scatter")),
+    "tp 2, eager": (2.54, dict(tp_size=2)),
 }
 
 
