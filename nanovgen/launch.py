@@ -4,6 +4,7 @@ A rank that raises ends all of them: the first error is shown with its rank, the
 does a rank that is killed. torchrun does the same for GPUs; this is for CPU ranks (gloo), and for the tests.
 """
 
+import gc
 import os
 import signal
 import socket
@@ -39,6 +40,7 @@ def run_ranks(ranks: int, work: Callable[[], object]) -> int:
     before = signal.signal(signal.SIGTERM, _interrupt)  # else `kill` and `timeout` would leave the ranks running
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)  # until each rank has its own handlers
+        gc.freeze()  # else a rank's first collection would write to, and so copy, every page that it shares with us
         for process in processes:
             process.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
@@ -49,6 +51,7 @@ def run_ranks(ranks: int, work: Callable[[], object]) -> int:
         print(f"interrupted; all ranks have ended{left}", file=sys.stderr)
         return 130
     finally:
+        gc.unfreeze()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)  # also where a fork failed
         signal.signal(signal.SIGTERM, before)
     if failed is None:

@@ -3,7 +3,7 @@
     python -m nanovgen.tests.soak --requests 200
 
 Ends with status 0 where nothing hung, no file or process was left, and memory grew by at most 5 % from the moment on when
-every shape had been made once.
+every shape had been made once, and every kind of request had come once.
 """
 
 import argparse
@@ -110,6 +110,8 @@ def main() -> int:
             for size in SIZES:
                 for frames in FRAMES:
                     server.ended(server.make(size=size, num_frames=frames))
+            for kind in KINDS:
+                one(server, random.Random(0), kind)
             found = soak(server, args.requests, args.seed)
         finally:
             server.kill()
