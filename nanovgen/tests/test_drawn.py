@@ -5,7 +5,8 @@
 
 A case is a small random checkpoint (Wan with one or two experts, from text or from an image too, or Cosmos3), a request, a
 recipe and a number of ranks. What job.prepare takes is made by one rank, and by forked ranks that stay for all cases, joined
-anew for each. Equal: latents on every rank, and frames on every rank of the parallel VAE, within 1e-5 of one rank's, in fp32.
+anew for each. Equal: latents on every rank within 1e-5 of one rank's, in fp32, and frames on every rank of the parallel VAE
+likewise of what one rank decodes of the same latents (of rounding in latents, a random VAE may make twenty times as much).
 A refusal must be one of RULES: an error that merely happens to be a ValueError is none.
 """
 
@@ -75,17 +76,19 @@ RULES = {  # name: what the line says; the first that fits
 # What ranks make of them
 
 
-def clip(job: jobs.Job, vae: bool) -> list[Tensor]:
-    """Latents and, with `vae`, frames; as generate.generate makes them, without files."""
+def make_latents(job: jobs.Job) -> Tensor:
+    """As generate.generate does, without files."""
     stages = generate.Stages(job.device)
     with torch.inference_mode():
         texts = generate.encode_texts(job, stages)
         condition = generate.image_condition(job, stages) if job.request.image else None
-        latents = generate.denoise(job, texts, condition, stages)
-        if not vae:
-            return [latents]
-        model, chunk = generate.load(job, "vae", stages), job.request.chunk or None
-        return [latents, torch.cat([*vae_parallel.decode(model, latents, chunk, job.mesh.vae, generate.split_dim(job))], dim=2)]
+        return generate.denoise(job, texts, condition, stages)
+
+
+def make_frames(job: jobs.Job, latents: Tensor) -> Tensor:
+    with torch.inference_mode():
+        model, chunk = generate.load(job, "vae", generate.Stages(job.device)), job.request.chunk or None
+        return torch.cat([*vae_parallel.decode(model, latents, chunk, job.mesh.vae, generate.split_dim(job))], dim=2)
 
 
 def prepare(request: Request, recipe: Recipe, world: int) -> jobs.Job:
@@ -104,14 +107,16 @@ def opened(folder: Path, parts: dict, _: jobs.Job | None, read: Callable = jobs.
     return OPENED[key]
 
 
-def part(job: jobs.Job, truth: list[Tensor]) -> list[float]:
+def part(job: jobs.Job, truth: Tensor) -> list[float]:
     """A rank's errors: of its latents and, where a parallel VAE made them on it, its frames."""
     parallel = job.recipe.parallel_config
     if parallel.world > 1:
         mesh.open_world(job.device)
-    m = mesh.open_mesh(job.device, plan.degrees(parallel), parallel.parallel_vae_size)
-    found = clip(replace(job, mesh=m), len(truth) > 1 and m.vae is not None)
-    return [0.0 if torch.equal(a, b) else error(a, b) for a, b in zip(found, truth, strict=False)]
+    alone, job = job, replace(job, mesh=mesh.open_mesh(job.device, plan.degrees(parallel), parallel.parallel_vae_size))
+    pairs = [(make_latents(job), truth)]
+    if parallel.parallel_vae_size > 1 and job.mesh.vae is not None:  # alone it would be one rank's own
+        pairs.append((make_frames(job, pairs[0][0]), make_frames(alone, pairs[0][0])))
+    return [0.0 if torch.equal(a, b) else error(a, b) for a, b in pairs]
 
 
 def stay(rank: int, pipe: Connection) -> None:
@@ -173,7 +178,7 @@ class Judge:
 
     def __init__(self, home: Path):
         self.folders, self.ranks, self.counts = Folders(home), Ranks(MOST), Counter()
-        self.truth = functools.lru_cache(64)(lambda request, vae: clip(prepare(request, Recipe(), 1), vae))
+        self.truth = functools.lru_cache(64)(lambda request: make_latents(prepare(request, Recipe(), 1)))
 
     def judge(self, case: Case) -> str:
         image = str(self.folders.image) if case.image else None
@@ -186,8 +191,7 @@ class Judge:
             rules = [name for name, words in RULES.items() if re.search(words, str(refusal))]
             assert rules and "\n" not in str(refusal), f"refused by {rules}: {refusal}"
             return f"refused: {rules[0]}"
-        vae = recipe.parallel_config.parallel_vae_size  # alone it is one rank's own
-        found = self.ranks.run(case.world, (job, self.truth(request, vae > 1)))
+        vae, found = recipe.parallel_config.parallel_vae_size, self.ranks.run(case.world, (job, self.truth(request)))
         assert vae == 1 or sum(len(errors) == 2 for errors in found) == vae
         worst = max(max(errors) for errors in found)
         assert worst <= TOLERANCE, f"{worst:.1e} from one rank's"
