@@ -103,7 +103,11 @@ def _fa3_fp8(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _fa3_fp8_compiled(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """In one pass over q, k and v each where eager torch needs three."""
-    return _fa3_rounded(torch.compile(by_heads, dynamic=False), q, k, v)
+    return _fa3_rounded(_compiled(by_heads), q, k, v)
+
+
+def _compiled(f: Callable) -> Callable:
+    return lambda *given: torch.compile(f, dynamic=False)(*given)
 
 
 def _fa3_rounded(rounding: Callable, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,10 +146,6 @@ class Float8(NamedTuple):
     largest: Callable[[Tensor, tuple[int, ...]], Tensor]
     rounded: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     attend: Callable[[Tensor, Tensor], Tensor] = fa3_of_rounded
-
-
-def _compiled(f: Callable) -> Callable:
-    return lambda *given: torch.compile(f, dynamic=False)(*given)
 
 
 def find_kernel(name: str, compiled: bool = False) -> Kernel:

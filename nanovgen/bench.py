@@ -50,7 +50,7 @@ from nanovgen import (
     vae_parallel,
 )
 from nanovgen.cosmos import Cosmos
-from nanovgen.floor import Bench, Clock, alone, floor, flops
+from nanovgen.floor import Bench, Clock, alone, floor, flops, random_weights
 from nanovgen.job import CONFIGS, place
 from nanovgen.mesh import Axis, Cut, Mesh
 from nanovgen.recipe import PRESETS, AttentionConfig, ParallelConfig, Request, check_frames, parse_size, read_recipe
@@ -62,19 +62,6 @@ PEAK = {"cuda": 8192, "cpu": 256}  # rows and columns of the matrix product that
 
 
 # The denoiser
-
-
-def random_weights(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Fill a model on meta where it will run: matrices of unit gain, norms of 1, biases of 0."""
-    generator, state = torch.Generator(device).manual_seed(0), {}
-    for name, p in model.state_dict().items():
-        kind = dict(device=device, dtype=checkpoint.final_dtype(model, name, dtype))
-        if p.ndim == 1 or name.endswith("gamma"):
-            state[name] = torch.zeros(p.shape, **kind) if name.endswith("bias") else torch.ones(p.shape, **kind)
-        else:
-            state[name] = torch.randn(p.shape, generator=generator, **kind).div_(p[0].numel() ** 0.5)
-    model.load_state_dict(state, assign=True)
-    return model.eval()
 
 
 def make_model(bench: Bench, axis: Axis = Axis("tp")) -> nn.Module:
@@ -177,7 +164,7 @@ def bench_recipe(bench: Bench, parallel: ParallelConfig, model: nn.Module | None
 
 def predicted(bench: Bench, parallel: ParallelConfig) -> dict[str, float] | None:
     """What cost.py says of a turn on this card, by term; None of a card that machines.py does not know."""
-    m, stands_in = machines.of_device(torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu", 1, 1)
+    m, stands_in = machines.of_device(bench.card, 1, 1)
     if stands_in:
         return None
     kernel = bench.kernel if bench.kernel in m.attention else next(iter(m.attention))
@@ -353,7 +340,7 @@ def measure(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig]
     n, gpu = PEAK[bench.device.type], bench.device.type == "cuda"
     a = torch.randn(n, n, device=bench.device, dtype=bench.dtype)
     cool, peak = (2 * n**3 / alone(lambda: a @ a, bench.device, 10, hot) / 1e12 for hot in (0, 1))
-    card = torch.cuda.get_device_name() if gpu else "cpu"
+    card = bench.card
     report = {"torch": torch.__version__, "device": card, "world": world, "peak_tflops": peak, "cool_tflops": cool,
               "argv": sys.argv[1:], "rows": []}  # fmt: skip
     ranks = f"as one of {world} ranks" if args.as_rank_of else f"{world} ranks"

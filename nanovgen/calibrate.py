@@ -13,13 +13,12 @@ from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.nn.functional as F
 
 from nanovgen import attention, checkpoint, compiled, cost, machines, mesh
-from nanovgen.floor import HOT, Bench, Clock, alone, matrices
+from nanovgen.floor import HOT, Bench, alone, matrices, random_weights
 from nanovgen.machines import Machine
 from nanovgen.mesh import Axis
 from nanovgen.vae import VAE, VAEConfig
@@ -29,11 +28,10 @@ PAYLOAD, FRAMES = {"cuda": 2**28, "cpu": 2**22}, 3  # bytes that a rank sends at
 
 def write(path: Path, bench: Bench, world: int, say: Callable[[str], None]) -> None:
     """Measure on every rank, say and write on the first."""
-    card = torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu"
-    base, stands_in = machines.of_device(card, 1, 1)
+    base, stands_in = machines.of_device(bench.card, 1, 1)
     found, axis = kernels(bench, base), mesh.open_mesh(bench.device, {"ulysses": world}).ulysses
     found |= links(bench, axis) if world > 1 else {}
-    where = f"measured on {world} of {card}, torch {torch.__version__}, {date.today()}, {bench.work.tokens} tokens"
+    where = f"measured on {world} of {bench.card}, torch {torch.__version__}, {date.today()}, {bench.work.tokens} tokens"
     said = {"base": base.name, **found, "sources": {", ".join(found): where}}
     for name, value in found.items():
         rates = value.items() if isinstance(value, dict) else [("", value)]
@@ -75,10 +73,7 @@ def kernels(bench: Bench, base: Machine) -> dict:
 
 def decode(bench: Bench, unit: Machine) -> float:
     """The VAE's rate, by a few latent frames after the first."""
-    vae = checkpoint.build(VAE, VAEConfig(**bench.preset.vae))
-    weights = {name: torch.randn(p.shape, device=bench.device, dtype=bench.vae_dtype) / max(1, p[0].numel()) ** 0.5
-               for name, p in vae.state_dict().items()}  # fmt: skip
-    vae.load_state_dict(weights, assign=True)
+    vae = random_weights(checkpoint.build(VAE, VAEConfig(**bench.preset.vae)), bench.device, bench.vae_dtype)
     if bench.compile:
         compiled.compile_blocks(vae)
     latent = (FRAMES, *bench.latent[1:])
@@ -89,11 +84,11 @@ def decode(bench: Bench, unit: Machine) -> float:
 
 
 def links(bench: Bench, axis: Axis) -> dict:
-    """Between the ranks there are, each rank sending PAYLOAD bytes: the slowest rank's median."""
+    """Between the ranks there are, each sending PAYLOAD bytes: the slowest one's median. All call each exchange as often."""
     p, kind = axis.size, bench.device.type
     x = torch.ones(p, PAYLOAD[kind] // (p - 1) // 4, device=bench.device)  # fp32; a share of p stays
     small = torch.ones(p, 1, device=bench.device)
-    slowest = lambda f: max(mesh.gather_objects(together(f, bench)))  # noqa: E731
+    slowest = lambda f: max(mesh.gather_objects(alone(f, bench.device, 10)))  # noqa: E731
     sent = x.nbytes * (p - 1) / p
     latency = slowest(lambda: mesh.all_to_all(small, axis))
     rate = lambda f: sent / max(slowest(f) - latency, 1e-9)  # noqa: E731
@@ -102,15 +97,3 @@ def links(bench: Bench, axis: Axis) -> dict:
     if axis.pusher is not None:
         found["push"] = rate(lambda: mesh.start_all_to_all(x, axis, pushed=True).wait())
     return found
-
-
-def together(f: Callable[[], object], bench: Bench, repeats: int = 10) -> float:
-    """Median seconds of f() on this rank, where all ranks call it as often."""
-    clock, marks = Clock(bench.device), []
-    for _ in range(repeats + 3):
-        clock.sync()
-        start = clock.mark()
-        f()
-        marks.append((start, clock.mark()))
-    clock.sync()
-    return median(clock.seconds(*pair) for pair in marks[3:])

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovgen import attention, fp8, plan
+from nanovgen import attention, checkpoint, fp8, plan
 from nanovgen.cosmos import CosmosConfig
 from nanovgen.recipe import ParallelConfig, Preset
 from nanovgen.wan import WanConfig
@@ -48,6 +48,23 @@ class Bench:
     @property
     def work(self) -> plan.Work:
         return plan.work(self.config, self.latent, self.dtype.itemsize, attention.KERNELS[self.kernel])
+
+    @property
+    def card(self) -> str:
+        return torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
+
+
+def random_weights(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Fill a model on meta where it will run: matrices of unit gain, norms of 1, biases of 0."""
+    generator, state = torch.Generator(device).manual_seed(0), {}
+    for name, p in model.state_dict().items():
+        kind = dict(device=device, dtype=checkpoint.final_dtype(model, name, dtype))
+        if p.ndim == 1 or name.endswith("gamma"):
+            state[name] = torch.zeros(p.shape, **kind) if name.endswith("bias") else torch.ones(p.shape, **kind)
+        else:
+            state[name] = torch.randn(p.shape, generator=generator, **kind).div_(p[0].numel() ** 0.5)
+    model.load_state_dict(state, assign=True)
+    return model.eval()
 
 
 class Clock:

@@ -15,9 +15,11 @@ Source   DeepSpeed-Ulysses, arXiv:2309.14509.
 Refuses  H % p != 0 (a head is not split); Hkv and p of which neither divides the other; fused with GQA (q, k, v must stack).
 
 Three ways, equal to the bit. `ulysses`: one exchange each for q, k, v. `ulysses_fused`: one exchange of the three stacked.
-With a float8 kernel and no further ranks inside it is `ulysses_rounded`: rounded once, before the exchange, half the bytes out.
 `ulysses_async`: v, then q, then k, each under way while the next one is computed: pushed into the peers' memory by the copy
 engine where they reach it (push.py), by the backend's asynchronous all-to-all elsewhere.
+
+A fourth, for float8 kernels with no further ranks inside, is what fused then means. `ulysses_rounded`: an all-reduce of each
+head's largest q, k and v (3 H numbers), then one exchange of the three in float8, a byte an element; o comes back as it is.
 
 A short chunk is padded to the common s for the exchange and cut after it: padding meets no softmax.
 """

@@ -5,7 +5,7 @@
 
 Every convolution in time looks back only, so a clip can be coded in chunks of any length: a layer keeps the last
 frames of its input in `Stream.cache` and puts them before the next chunk. An empty past is zeros, which is the causal
-padding; so one long chunk and many short ones give the same numbers, and there is one code path for both.
+padding; so one long chunk and many short ones give the same numbers but for rounding, by one code path for both.
 
 The first frame stands alone: temporal upsampling does not double it and temporal downsampling passes it by, so frame
 counts are 1 + 4n. In space, a 3x3 convolution needs a border of one row and column; `Stream.border` supplies it, zeros
