@@ -41,9 +41,10 @@ COSMOS = CosmosConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2,
                       head_dim=16, vocab_size=50, mrope_section=(4, 2, 2))  # fmt: skip
 GRIDS = {"even": (3, 8, 12), "odd": (5, 6, 10), "few": (5, 2, 2)}  # latent f, y, x: 72, 75 and 5 tokens
 GUIDANCE = 3.0
-KERNELS = {"cpu": [(torch.float32, "cpu")],
-           "cuda": [(torch.float32, "efficient"), (torch.bfloat16, "cudnn"), (torch.bfloat16, "flash"),
-                    (torch.bfloat16, "efficient")]}  # fmt: skip
+KERNELS = {
+    "cpu": [(torch.float32, "cpu")],
+    "cuda": [(torch.float32, "efficient"), *((torch.bfloat16, name) for name in ("cudnn", "flash", "efficient", "fa3"))],
+}
 DRAWS = 8  # on GPUs
 
 
@@ -585,7 +586,7 @@ def compare(world: int, device: torch.device, folder: Path) -> Iterator[Row]:
     for name in FAMILIES:
         (folder / name).mkdir()
     truths = {name: Truth(folder / name, family, draws) for name, family in FAMILIES.items()}
-    for dtype, kernel in KERNELS[device.type]:
+    for dtype, kernel in [(d, k) for d, k in KERNELS[device.type] if attention.refusal(k, device, d) is None]:
         place = (device, dtype, attention.KERNELS[kernel])
         with torch.inference_mode():
             alone = {n: velocities(t.family, t.load(mesh.Axis("tp"), device, dtype), place, draws) for n, t in truths.items()}

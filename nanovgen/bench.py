@@ -190,7 +190,7 @@ def idle(f: Callable[[], object]) -> float:
 
 def bench_vae(bench: Bench, chunks: list[int], world: int, peer: bool) -> tuple[list[dict], dict | str | None]:
     """Decoding the clip's latents, a chunk size at a time, on one rank and by strips on all of them; and diffusers' decode."""
-    vae = random_weights(checkpoint.build(VAE, VAEConfig(**bench.preset.vae)), bench.device, bench.vae_dtype)
+    vae = random_weights(checkpoint.build(VAE, VAEConfig(**bench.preset.vae)), bench.device, bench.vae_dtype).laid_out()
     z = torch.randn(1, bench.preset.latent[0], *bench.latent, generator=torch.Generator().manual_seed(0)).to(bench.device)
     meshes, found = {1: Mesh()}, []
     theirs = peers.decoder(bench, vae, z) if peer and world == 1 else None
@@ -258,9 +258,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--steps", type=int, default=3, help="timed turns")
     p.add_argument("--warmup", type=int, default=1, help="turns before them")
     p.add_argument("--denoise", action=argparse.BooleanOptionalAction, default=True, help="time the denoiser")
-    p.add_argument("--sweep", action="store_true", help="every recipe that fits the ranks, in place of --recipe")
+    p.add_argument("--sweep", nargs="*", metavar="NAME", help="in place of --recipe: every recipe that fits the ranks, or those "
+                   "that its table calls so")  # fmt: skip
     p.add_argument("--peer", choices=["diffusers"], help="another implementation, on the same weights, in the same process")
     p.add_argument("--profile", action="store_true", help="one more turn under torch.profiler: how long the GPU was idle")
+    p.add_argument("--noise", action="store_true", help="how far a forward is from float32's, eager, compiled and with the "
+                   "keys in reverse order")  # fmt: skip
     p.add_argument("--vae", action="store_true", help="time the decode")
     p.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4], help="latent frames a chunk of the decode; 0: all")
     p.add_argument("--exchange", action="store_true", help="time the exchange of q, k, v at the article's shape")
@@ -296,17 +299,28 @@ def make_bench(args: argparse.Namespace) -> Bench:
                  getattr(torch, args.vae_dtype))  # fmt: skip
 
 
+def swept(world: int, names: list[str]) -> list[ParallelConfig]:
+    """A sweep's recipes, in the order of their names where those are given."""
+    found = {plan.name_of(p): p for p in choose.recipes(world)}
+    if unknown := [name for name in names if name not in found]:
+        raise ValueError(f"--sweep {unknown[0]} is none of {world} ranks' recipes: {', '.join(found)}")
+    return [found[name] for name in names or found]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 done, 2 refused."""
     args, launched = parse(arguments), int(os.environ.get("WORLD_SIZE", 1))
     try:
         bench, world = make_bench(args), max(args.ranks, launched)
-        chosen = choose.recipes(world) if args.sweep else [read_recipe(args.as_rank_of or args.recipe).parallel_config]
+        sweeps = args.sweep is not None
+        chosen = swept(world, args.sweep) if sweeps else [read_recipe(args.as_rank_of or args.recipe).parallel_config]
+        if args.noise and (args.quant != "none" or sweeps or world > 1):
+            raise ValueError("--noise is one rank's, of its own rounding; leave --quant, --sweep and ranks out")
         if args.as_rank_of:
-            if world > 1 or args.sweep or args.vae or args.exchange or args.calibrate:
+            if world > 1 or sweeps or args.vae or args.exchange or args.calibrate:
                 raise ValueError("--as-rank-of is one process with one recipe's denoiser; leave ranks and other parts out")
             world = chosen[0].world
-        if args.denoise and not (args.sweep or args.calibrate):
+        if args.denoise and not (sweeps or args.calibrate):
             plan.check(chosen[0], world, bench.work)
     except ValueError as error:
         print(f"nanovgen.bench: {error}", file=sys.stderr)
@@ -355,6 +369,10 @@ def measure(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig]
         if (bench.kernel, bench.quant) != (bench.kernel.removesuffix("-fp8"), "none"):
             report["fp8_error"] = fp8_error(bench, whole)
             say(f"fp8       the forward is off by {report['fp8_error']:.2e} of that without float8")
+        if args.noise:
+            report["noise"] = noise(bench, whole)
+            for way, errors in report["noise"].items():
+                say(f"noise     {way}: " + ", ".join(f"{error:.2e} from {what}" for what, error in errors.items()))
         for parallel in chosen:
             try:
                 plan.check(parallel, world, bench.work)
@@ -385,9 +403,29 @@ def measure(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig]
 
 
 def fp8_error(bench: Bench, model: nn.Module) -> float:
-    """Relative, of a forward as asked for, against one with the same weights unrounded and the kernel without float8."""
+    """Of a forward as asked for, from one with the same weights unrounded and the kernel without float8."""
     exact = replace(bench, quant="none", kernel=bench.kernel.removesuffix("-fp8"))
-    found, wanted = forward(bench, model), forward(exact, model if bench.quant == "none" else make_model(exact))
+    return difference(forward(bench, model), forward(exact, model if bench.quant == "none" else make_model(exact)))
+
+
+def noise(bench: Bench, model: nn.Module) -> dict[str, dict[str, float]]:
+    """How far a forward by the same weights is from float32's, from eager's and from its own second run."""
+
+    def run(way: Bench) -> tuple[Tensor, Tensor]:
+        made = make_model(way)
+        made.load_state_dict(model.state_dict())
+        return forward(way, made).float(), forward(way, made).float()
+
+    eager = replace(bench, compile=False)
+    ways = {"eager": eager, "keys in reverse": replace(eager, kernel="reversed")} | ({"compiled": bench} if bench.compile else {})
+    exact, _ = run(replace(eager, dtype=torch.float32, kernel=attention.default_kernel(bench.device, torch.float32)))
+    found = {name: run(way) for name, way in ways.items()}
+    return {name: {"float32": difference(first, exact), "eager": difference(first, found["eager"][0]),
+                   "its second run": difference(first, second)} for name, (first, second) in found.items()}  # fmt: skip
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """Relative."""
     return ((found - wanted).norm() / wanted.norm()).item()
 
 

@@ -73,7 +73,7 @@ def kernels(bench: Bench, base: Machine) -> dict:
 
 def decode(bench: Bench, unit: Machine) -> float:
     """The VAE's rate, by a few latent frames after the first."""
-    vae = random_weights(checkpoint.build(VAE, VAEConfig(**bench.preset.vae)), bench.device, bench.vae_dtype)
+    vae = random_weights(checkpoint.build(VAE, VAEConfig(**bench.preset.vae)), bench.device, bench.vae_dtype).laid_out()
     if bench.compile:
         compiled.compile_blocks(vae)
     latent = (FRAMES, *bench.latent[1:])

@@ -95,8 +95,8 @@ def rope_table(positions: Tensor, config: CosmosConfig) -> Tensor:
 
     fp32, not more: positions exceed 15000, where fp32 angles are 1e-3 off, and the checkpoints have learned with those.
     """
-    frequency = 1 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
-    axis = torch.zeros(len(frequency), dtype=torch.long)
+    frequency = 1 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, device=positions.device).float() / config.head_dim)
+    axis = torch.zeros(len(frequency), dtype=torch.long, device=positions.device)
     for i in (1, 2):  # of every three frequencies one turns with the row, one with the column, as far as the section goes
         axis[i : 3 * config.mrope_section[i] : 3] = i
     angles = positions[axis].T * frequency
@@ -234,7 +234,7 @@ class TextTower(nn.Module):
 
     def forward(self, ids: Tensor) -> list[KV]:
         """ids (b, L) -> by layer the keys and values (b, L, G, d). Causal: what is behind a token never changes it."""
-        kept, rope = [], rope_table(torch.arange(ids.shape[1]).expand(3, -1).float(), self.config).to(ids.device)
+        kept, rope = [], rope_table(torch.arange(ids.shape[1], device=ids.device).expand(3, -1).float(), self.config)
 
         def attend(q: Projection, k: Projection, v: Projection, _: None) -> Tensor:
             kept.append((k(), v()))

@@ -74,8 +74,10 @@ def load(job: Job, part: str, stages: Stages) -> nn.Module:
             fp8.quantize_linears(model)
         if job.recipe.torch_compile_config.enable:
             compiled.compile_blocks(model, compiled.SEARCHED)
-    if part == "vae" and job.recipe.torch_compile_config.vae:
-        compiled.compile_blocks(model)
+    if part == "vae":
+        model = model.laid_out()
+        if job.recipe.torch_compile_config.vae:
+            compiled.compile_blocks(model)
     if job.kept.everything:
         job.kept.parts[part] = model
     return model

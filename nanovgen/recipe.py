@@ -87,7 +87,7 @@ COSMOS3_SUPER = Preset(
     vae=dict(base_dim=160, decoder_base_dim=256, z_dim=48, is_residual=True, patch_size=2, latents_mean=(0.0,) * 48,
              latents_std=(1.0,) * 48),  # the file brings its own
 )  # fmt: skip
-TINY_COSMOS = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
+TINY_COSMOS = dict(hidden_size=384, intermediate_size=384, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
                    head_dim=32, vocab_size=512, mrope_section=(6, 5, 5))  # fmt: skip
 PRESETS = {
     "tiny-wan": Preset("weights/tiny-wan", transformer=dict(num_attention_heads=8, attention_head_dim=32, num_layers=5,
@@ -102,7 +102,7 @@ PRESETS = {
     "cosmos3-nano": replace(COSMOS3_SUPER, repo="nvidia/Cosmos3-Nano", transformer=dict(hidden_size=4096,
                             intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32)),
     "tiny-cosmos": replace(COSMOS3_SUPER, repo="weights/tiny-cosmos", transformer=TINY_COSMOS, size="192x96", frames=33, fps=16,
-                           steps=20, guidance=5.0, shift=5.0, chunk=0),
+                           steps=20, guidance=2.0, shift=5.0, chunk=0),
 }  # fmt: skip
 
 # Given when no negative prompt is: faults of a video in general, no subject.

@@ -116,20 +116,29 @@ class CausalConv3d(nn.Conv3d):
 
     The frames under the window are laid side by side as channels, and a 2D convolution does the rest: with channels last,
     libraries' 2D kernels are faster than their 3D ones. They pick their kernel by the number of frames in a chunk, so other
-    chunks give the same numbers to rounding, not to the bit.
+    chunks give the same numbers to rounding, not to the bit. The bias is apart: compiled, it costs no pass of its own.
     """
 
-    LOCAL = ("window",)  # what torch.compile takes (compiled.py)
+    LOCAL = ("window", "biased")  # what torch.compile takes (compiled.py)
 
     def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        return self.biased(self.product(x, stream))
+
+    def biased(self, h: Tensor) -> Tensor:
+        return h + self.bias[:, None, None, None]
+
+    def product(self, x: Tensor, stream: Stream) -> Tensor:
         x, zeros = stream.border(x) if self.kernel_size[1] == 3 else (x, (0, 0))
         if reach := self.kernel_size[0] - 1:
             past = stream.cache.get(self)
             past = channels_last(x.new_zeros(*x.shape[:2], reach, *x.shape[3:])) if past is None else past
             stream.swap(self, x if x.shape[2] >= reach else torch.cat([past, x], dim=2), reach)
             x = self.window(past, x)
-        h = F.conv2d(frames_first(x), self.weight.transpose(1, 2).flatten(1, 2), self.bias, padding=zeros)
-        return frames_last(h, x.shape[0])
+        return frames_last(F.conv2d(frames_first(x), self.flat_weight(), padding=zeros), x.shape[0])
+
+    def flat_weight(self) -> Tensor:
+        """(c_out, frames c_in, rows, columns)"""
+        return self.weight.transpose(1, 2).flatten(1, 2)
 
     def window(self, past: Tensor, x: Tensor) -> Tensor:
         """(b, c, reach, y, x) and (b, c, f, y, x) -> (b, (1 + reach) c, f, y, x): each frame's past before it."""
@@ -156,6 +165,8 @@ class Norm(nn.Module):
 
 
 class ResBlock(nn.Module):
+    LOCAL = ("between", "last")
+
     def __init__(self, c_in: int, c_out: int):
         super().__init__()
         self.norm1, self.norm2 = Norm(c_in, 3), Norm(c_out, 3)
@@ -163,9 +174,15 @@ class ResBlock(nn.Module):
         self.conv_shortcut = CausalConv3d(c_in, c_out, 1) if c_in != c_out else None
 
     def forward(self, x: Tensor, stream: Stream) -> Tensor:
-        h = self.conv1(self.norm1.silu(x), stream)
-        h = self.conv2(self.norm2.silu(h), stream)
-        return h + (x if self.conv_shortcut is None else self.conv_shortcut(x, stream))
+        h = self.conv1.product(self.norm1.silu(x), stream)
+        h = self.conv2.product(self.between(h), stream)
+        return self.last(h, x if self.conv_shortcut is None else self.conv_shortcut(x, stream))
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.norm2.silu(self.conv1.biased(h))
+
+    def last(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.conv2.biased(h) + x
 
 
 class FrameAttention(nn.Module):
@@ -220,6 +237,8 @@ class Downsample(nn.Module):
 class Upsample(nn.Module):
     """Twice the rows and columns and, with `temporal`, twice the frames after the first."""
 
+    LOCAL = ("double", "biased")
+
     def __init__(self, c: int, c_out: int, temporal: bool):
         super().__init__()
         self.conv = nn.Conv2d(c, c_out, 3)
@@ -233,9 +252,14 @@ class Upsample(nn.Module):
             if x.shape[2]:
                 x = rearrange(self.time_conv(x, stream), "b (two c) f y x -> b c (f two) y x", two=2)
             x = channels_last(torch.cat([head, x], dim=2))
-        x = frames_last(F.interpolate(frames_first(x), scale_factor=2, mode="nearest-exact"), b)
-        x, zeros = stream.border(x)
-        return frames_last(F.conv2d(frames_first(x), self.conv.weight, self.conv.bias, padding=zeros), b)
+        x, zeros = stream.border(self.double(x))
+        return self.biased(frames_last(F.conv2d(frames_first(x), self.conv.weight, padding=zeros), b))
+
+    def double(self, x: Tensor) -> Tensor:
+        return frames_last(F.interpolate(frames_first(x), scale_factor=2, mode="nearest-exact"), x.shape[0])
+
+    def biased(self, h: Tensor) -> Tensor:
+        return h + self.conv.bias[:, None, None, None]
 
 
 class Fold(nn.Module):
@@ -359,6 +383,15 @@ class VAE(nn.Module):
         name = name.replace("encoder.stages.", "encoder.down_blocks.").replace("decoder.stages.", "decoder.up_blocks.")
         name = name.replace(".resample.", f".{down if side == 'encoder' else up}.")
         return (name.replace(".conv.", ".resample.1.") if resamples else name).replace(".mid.", ".mid_block.")
+
+    def laid_out(self) -> "VAE":
+        """Itself, each convolution's weight as the library reads it, channels last: else every call would turn it around."""
+        for layer in self.modules():
+            if isinstance(layer, CausalConv3d):
+                layer.weight.data = layer.weight.data.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)
+            elif isinstance(layer, nn.Conv2d):
+                layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
+        return self
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         mean, std = like.new_tensor(self.config.latents_mean), like.new_tensor(self.config.latents_std)

@@ -25,7 +25,8 @@ def orthogonalize(m: Tensor) -> Tensor:
 
 
 class Masters:
-    """Holds the model's weights in fp32. `step` reads .grad of the model, moves the masters and copies them back."""
+    """Holds the model's weights in fp32. `step` reads .grad of the model, moves the masters and copies them back; `clear`
+    forgets the gradients."""
 
     def __init__(self, model: nn.Module, matrices: Callable[[str, Tensor], bool], average: float = 0.999):
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -62,6 +63,8 @@ class Masters:
         torch._foreach_copy_(self.live, self.master)
         self.steps += 1
         torch._foreach_lerp_(self.mean, self.master, max(1 - self.average, 1 / self.steps))
+
+    def clear(self) -> None:
         for p in self.live:
             p.grad = None
 
@@ -69,6 +72,41 @@ class Masters:
     def finish(self) -> None:
         """Leave the average in the model."""
         torch._foreach_copy_(self.live, self.mean)
+
+
+class Replayed:
+    """f() as one CUDA graph: kernels this small run for less time than their launches take. On a CPU, f itself.
+
+    f draws its own numbers on the device, clears the gradients, ends in backward() and returns a tensor. The first calls
+    run it as it is, so that what is to be compiled is.
+    """
+
+    def __init__(self, f: Callable[[], Tensor], device: str, eager_calls: int = 3):
+        self.f, self.gpu, self.left = f, torch.device(device).type == "cuda", eager_calls
+        self.graph = self.out = None
+
+    def __call__(self) -> Tensor:
+        """What f returned; the next call overwrites it on a GPU."""
+        if not self.gpu:
+            return self.f()
+        if self.left:
+            self.left -= 1
+            return self.aside()
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.out = self.f()
+        self.graph.replay()
+        return self.out
+
+    def aside(self) -> Tensor:
+        """f() on another stream than the default one, which no graph can be taken of."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            out = self.f()
+        torch.cuda.current_stream().wait_stream(stream)
+        return out
 
 
 def learning_rate(progress: float) -> float:

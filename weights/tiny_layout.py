@@ -23,7 +23,7 @@ TEXT_ROWS, BOUNDARY, SHIFT = 32, 0.875, 5.0
 WAN_CONFIG = WanConfig(num_attention_heads=8, attention_head_dim=32, num_layers=5, ffn_dim=768, text_dim=128)
 TEXT_CONFIG = UMT5Config(vocab_size=3 + len(clip_world.word_list()), d_model=128, d_kv=32, d_ff=256, num_layers=3, num_heads=4)
 VAE_CONFIG = VAEConfig(base_dim=8, decoder_base_dim=16, latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16)
-COSMOS_CONFIG = CosmosConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
+COSMOS_CONFIG = CosmosConfig(hidden_size=384, intermediate_size=384, num_hidden_layers=6, num_attention_heads=8,
                              num_key_value_heads=2, head_dim=32, vocab_size=512, mrope_section=(6, 5, 5))  # fmt: skip
 COSMOS_VAE_CONFIG = VAEConfig(base_dim=16, decoder_base_dim=24, z_dim=48, is_residual=True, patch_size=2,
                               latents_mean=(0.0,) * 48, latents_std=(1.0,) * 48)  # fmt: skip

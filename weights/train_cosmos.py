@@ -10,12 +10,13 @@ import argparse
 import random
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import clip_world
 import tiny_layout
 import torch
 import torch.nn.functional as F
-from muon import Budget, Masters, learning_rate
+from muon import Budget, Masters, Replayed, learning_rate
 from tiny_bpe import build_bpe
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -24,14 +25,14 @@ from train_vae import encode_clips, statistics
 
 from nanovgen import checkpoint
 from nanovgen.attention import KV, Projection
-from nanovgen.cosmos import Cosmos, CosmosConfig, TextTower, rope_table, rotate
+from nanovgen.cosmos import Context, Cosmos, CosmosConfig, TextTower, rope_table, rotate
 from nanovgen.dress import chat, dress
 from nanovgen.vae import VAE
 
 CAPTIONS = 4  # paraphrases kept of each clip
 ROWS = 110  # ids of the longest prompt in training, and some; with a clip's 162 tokens they make 272 keys
-DRAWN = (*clip_world.MOTIONS, *["spin"] * 2)  # a spin is the hardest to learn, at 32 pixels a token: it comes more often
 GIVEN_SHARE = 5  # one sample in so many has its first frame given
+NOISES = 2  # a clip and its prompt stand in a batch so often, at different levels of noise: the text runs once for all
 
 
 def build_tokenizer() -> Tokenizer:
@@ -53,11 +54,15 @@ def encode(tokenizer: Tokenizer, text: str, negative: bool, rng: random.Random) 
     return tokenizer.encode(said(text, negative, rng.random()) + "<|im_end|><|vision_start|>", add_special_tokens=False).ids
 
 
-def draw_captions(job: tuple[int, int, str]) -> tuple[list, list[list[int]]]:
-    """`count` clips with CAPTIONS prompts each, from a seed; runs in a worker process."""
-    seed, count, tokenizer = job
+def draw_captions(job: tuple[int, int, str, int]) -> tuple[list, list[list[int]]]:
+    """`count` clips with CAPTIONS prompts each, from a seed; runs in a worker process.
+
+    A spin is the hardest to learn, at 32 pixels a token: it is drawn `spins` times as often as each other motion.
+    """
+    seed, count, tokenizer, spins = job
+    motions = (*clip_world.MOTIONS, *["spin"] * (spins - 1))
     rng, tokenizer = random.Random(seed), Tokenizer.from_str(tokenizer)
-    clips = [clip_world.sample_clip(rng, 1 if rng.random() < 0.4 else 2, motions=DRAWN) for _ in range(count)]
+    clips = [clip_world.sample_clip(rng, 1 if rng.random() < 0.4 else 2, motions=motions) for _ in range(count)]
     return clips, [encode(tokenizer, clip_world.caption(clip, rng), False, rng) for clip in clips for _ in range(CAPTIONS)]
 
 
@@ -99,14 +104,14 @@ def encode_prompts(text: TextTower, turn: Tensor, ids: Tensor, lengths: Tensor) 
     return [(rotate(k.transpose(0, 1), mine).transpose(0, 1), v) for k, v in text(ids)]
 
 
-def predict(video: Cosmos, x: Tensor, timestep: Tensor, prefix: list[KV], lengths: Tensor, given: int) -> Tensor:
-    """Velocity of a batch of clips whose padded prompts have `lengths` (b,) real tokens."""
-    context = video.context(prefix, *x.shape[2:], clip_world.FPS, given)
+def predict(video: Cosmos, x: Tensor, timestep: Tensor, context: Context, prefix: list[KV], lengths: Tensor) -> Tensor:
+    """Velocity of a batch of clips whose padded prompts have `lengths` (b,) real tokens; `context` is of their shapes."""
     L, S = prefix[0][0].shape[1], context.rope.shape[1]
     place = torch.arange(L + S, device=x.device)
     seen = ((place < lengths[:, None]) | (place >= L))[:, None, None]
     context = context._replace(prefix=[(*kv, seen) for kv in prefix])
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):  # those that take a mask
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # those that take a mask
+    with sdpa_kernel(kernels, set_priority=True):
         return video(x, timestep, context, masked_attend)
 
 
@@ -138,31 +143,48 @@ def noise_levels(batch: int, device: str) -> Tensor:
     return tiny_layout.SHIFT * u / (1 + (tiny_layout.SHIFT - 1) * u)
 
 
-def velocity_loss(video: Cosmos, x0: Tensor, weight: Tensor, prefix: list[KV], lengths: Tensor, given: int) -> Tensor:
+def velocity_loss(video: Cosmos, x0: Tensor, weight: Tensor, context: Context, prefix: list[KV], lengths: Tensor) -> Tensor:
     """Mean square of the velocity's error, without the given frames; what a shape passes counts three times."""
-    sigma, noise = noise_levels(len(x0), x0.device), torch.randn_like(x0)
+    sigma, noise, given = noise_levels(len(x0), x0.device), torch.randn_like(x0), context.given
     x = torch.lerp(x0, noise, sigma.view(-1, 1, 1, 1, 1))
     x[:, :, :given] = x0[:, :, :given]
-    velocity = predict(video, x.to(prefix[0][0].dtype), 1000 * sigma, prefix, lengths, given).float()
+    velocity = predict(video, x.to(prefix[0][0].dtype), 1000 * sigma, context, prefix, lengths).float()
     weight = 1 + 2 * weight.float()[:, :, given:]
     return ((velocity - (noise - x0))[:, :, given:].square() * (weight / weight.mean())).mean()
 
 
-def batch_loss(model: torch.nn.ModuleList, turn: Tensor, ids: Tensor, lengths: Tensor, x0: Tensor, weight: Tensor) -> Tensor:
-    """Losses (2,) of the part from text and the part from a frame, which is the last GIVEN_SHARE-th."""
-    prefix = encode_prompts(model[0], turn, ids, lengths)
+class Shapes(NamedTuple):
+    """What is the same in all steps: how far pads move a prompt, and the contexts of a clip from text and from a frame."""
+
+    turn: Tensor
+    contexts: list[Context]
+
+
+def shapes(video: Cosmos, f: int, y: int, x: int, rows: int, device: str) -> Shapes:
+    prompt = torch.empty(1, rows, 0, device=device)
+    return Shapes(turns(video.config).to(device), [video.context([(prompt, prompt)], f, y, x, clip_world.FPS, i) for i in (0, 1)])
+
+
+def batch_loss(model: torch.nn.ModuleList, fixed: Shapes, ids: Tensor, lengths: Tensor, x0: Tensor, weight: Tensor) -> Tensor:
+    """Losses (2,) of the part from text and the part from a frame, which is the last GIVEN_SHARE-th.
+
+    Prompts (n, L), their lengths (n,), clips and weights (n, ...): each stands in the batch NOISES times.
+    """
+    again = lambda t: t.repeat(NOISES, *[1] * (t.ndim - 1))  # noqa: E731
+    prefix = [(again(k), again(v)) for k, v in encode_prompts(model[0], fixed.turn, ids, lengths)]
+    x0, weight, lengths = again(x0), again(weight), again(lengths)
     image = max(1, len(x0) // GIVEN_SHARE)
     sizes = [len(x0) - image, image]
     parts = zip(x0.split(sizes), weight.split(sizes), lengths.split(sizes), strict=True)
     prefixes = zip(*([*zip(k.split(sizes), v.split(sizes), strict=True)] for k, v in prefix), strict=True)
-    return torch.stack([velocity_loss(model[1], x, w, list(kv), n, given)
-                        for given, ((x, w, n), kv) in enumerate(zip(parts, prefixes, strict=True))])  # fmt: skip
+    return torch.stack([velocity_loss(model[1], x, w, context, list(kv), n)
+                        for context, (x, w, n), kv in zip(fixed.contexts, parts, prefixes, strict=True)])  # fmt: skip
 
 
 def fit_towers(vae: VAE, args: argparse.Namespace, minutes: float) -> tuple[torch.nn.ModuleList, Tokenizer]:
     """Train, and leave the latents' statistics in vae.config; a resumed run keeps those that the towers began with."""
     start, tokenizer, device = time.time(), build_tokenizer(), args.device
-    latents, weights, said = encode_clips(vae, args, draw_captions, tokenizer.to_str())
+    latents, weights, said = encode_clips(vae, args, draw_captions, tokenizer.to_str(), args.spins)
     ids, lengths = (t.unflatten(0, (-1, CAPTIONS)).to(device) for t in padded(said))  # (n, CAPTIONS, ROWS), (n, CAPTIONS)
     print(f"encoded {len(latents)} clips in {time.time() - start:.0f} s", flush=True)
     if not args.resume:
@@ -175,18 +197,24 @@ def fit_towers(vae: VAE, args: argparse.Namespace, minutes: float) -> tuple[torc
         for part in (model[0], *model[1].layers):
             part.compile(dynamic=False)
     no_ids, no_lengths = (t.to(device) for t in padded(dropped_captions(tokenizer, 4096, random.Random(args.seed + 2))))
-    turn, budget = turns(tiny_layout.COSMOS_CONFIG).to(device), Budget("dit", minutes)
-    for progress in budget:
-        pick = torch.randint(len(latents), (args.batch,), device=device)
+    fixed = shapes(model[1], *latents.shape[2:], ROWS, device)
+
+    def draw_gradients() -> Tensor:
+        pick = torch.randint(len(latents), (args.batch // NOISES,), device=device)
         which, other = torch.randint(CAPTIONS, pick.shape, device=device), torch.randint(4096, pick.shape, device=device)
         drop = torch.rand(pick.shape, device=device) < 0.1
         prompt = torch.where(drop[:, None], no_ids[other], ids[pick, which])
         length = torch.where(drop, no_lengths[other], lengths[pick, which])
         x0 = (latents[pick].float() - mean) / std
-        losses = batch_loss(model, turn, prompt, length, x0, weights[pick])
+        masters.clear()
+        losses = batch_loss(model, fixed, prompt, length, x0, weights[pick])
         ((1 - 1 / GIVEN_SHARE) * losses[0] + losses[1] / GIVEN_SHARE).backward()
-        rate = learning_rate(progress)
+        return losses.detach()
+
+    gradients, budget = Replayed(draw_gradients, device), Budget("dit", minutes)
+    for progress in budget:
+        losses, rate = gradients().clone(), learning_rate(progress)
         masters.step(lr_matrices=args.lr_dit * rate, lr_rest=1e-3 * rate)
-        budget.note(lambda loss: "loss from text {:.4f}, from a frame {:.4f}".format(*loss.tolist()), losses.detach())
+        budget.note(lambda loss: "loss from text {:.4f}, from a frame {:.4f}".format(*loss.tolist()), losses)
     masters.finish()
     return model, tokenizer

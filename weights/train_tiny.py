@@ -28,9 +28,9 @@ import train_wan
 from nanovgen.vae import VAE
 
 STAGES = ("vae", "decoder", "dit")
-DEFAULTS = {  # minutes of the stages, and clips a step of the last (of tiny-wan: and expert)
-    "tiny-wan": ((5.5, 6.5, 11.5), 160),
-    "tiny-cosmos": ((5.5, 4.0, 8.0), 512),
+DEFAULTS = {  # minutes of the stages; clips a step of the last (of tiny-wan: and expert), and how many it learns on
+    "tiny-wan": dict(minutes=(5.5, 6.5, 11.5), batch=160, clips=20480),
+    "tiny-cosmos": dict(minutes=(5.5, 4.0, 8.3), batch=512, clips=81920),
 }
 
 
@@ -50,19 +50,20 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
     parser.add_argument("--minutes", nargs=3, type=float, help=f"of {', '.join(STAGES)}; {DEFAULTS}")
-    parser.add_argument("--clips", type=int, default=20480, help="clips encoded once and kept on the device")
+    parser.add_argument("--clips", type=int, help="clips encoded once and kept on the device")
     parser.add_argument("--batch", type=int, help="clips a step of the last stage (tiny-wan: and expert)")
     parser.add_argument("--vae-batch", type=int, default=32, help="crops a step")
     parser.add_argument("--lr-vae", type=float, default=2e-3)
     parser.add_argument("--lr-dit", type=float, default=2e-3)
+    parser.add_argument("--spins", type=int, default=3, help="tiny-cosmos: spins for one of each other motion")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--resume", action="store_true", help="tiny-cosmos: stage dit goes on from the towers in --out")
     args = parser.parse_args()
     if args.resume and (args.model, args.stages) != ("tiny-cosmos", ["dit"]):
         parser.error("--resume goes with --model tiny-cosmos --stages dit")
-    minutes, batch = DEFAULTS[args.model]
-    args.minutes, args.batch = args.minutes or minutes, args.batch or batch
+    for name, value in DEFAULTS[args.model].items():
+        setattr(args, name, getattr(args, name) or value)
     torch.manual_seed(args.seed)
     began, minutes = time.time(), dict(zip(STAGES, args.minutes, strict=True))
     if "vae" in args.stages:

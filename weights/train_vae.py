@@ -101,6 +101,7 @@ def fit_vae(vae: VAE, args: argparse.Namespace, minutes: float, whole: bool) -> 
             loss, square = decoder_loss(vae, video, cover[:, None])
         else:
             loss, square = vae_loss(vae, *crops(clips, rng, device))
+        masters.clear()
         loss.backward()
         masters.step(*[args.lr_vae * learning_rate(progress)] * 2)
         budget.note(lambda squares: f"PSNR {-10 * (squares / 4).log10():.2f} dB", square)

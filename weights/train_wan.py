@@ -99,6 +99,7 @@ def fit_experts(vae: VAE, args: argparse.Namespace, minutes: float) -> torch.nn.
         x0 = (latents[pick].float() - mean) / std
         halves = zip(*(part.split(args.batch) for part in (text, x0, weights[pick])), strict=True)
         losses = [expert_loss(model[1 + i], *half, high=i == 0) for i, half in enumerate(halves)]
+        masters.clear()
         sum(losses).backward()
         rate = learning_rate(progress)
         masters.step(lr_matrices=args.lr_dit * rate, lr_rest=1e-3 * rate)

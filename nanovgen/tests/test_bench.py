@@ -63,6 +63,14 @@ def test_figures_agree(run):
     assert report["peer"]["difference"] < 1e-4 and report["peer"]["eager"] > 0 and "compiled" not in report["peer"]
 
 
+def test_noise(run):
+    """In float32 eager is the truth itself, and the others are off by rounding."""
+    noise = run("--layers", 2, "--noise", "--compile")[0]["noise"]
+    print(noise)
+    assert noise["eager"] == {"float32": 0, "eager": 0, "its second run": 0}
+    assert all(0 < noise[way]["float32"] == noise[way]["eager"] < 1e-5 for way in ("keys in reverse", "compiled"))
+
+
 def test_a_peer_that_is_not_here(run, monkeypatch):
     def absent(name: str) -> None:
         raise ImportError(name)
@@ -83,6 +91,11 @@ def test_sweep_of_two_ranks(run):
         assert row["step_seconds"] == 2 * row["seconds"]["turn"] / parallel.cfg_size
     wanted = "ring2 1x2 1x2.reduce_scatter 2x1 2x1.overlapped ul2 ul2.async ul2.fused tp2 cfg2"
     assert names == wanted.split()
+
+
+def test_sweep_of_some(run):
+    report, _ = run("--ranks", 2, "--sweep", "cfg2", "2x1", "--layers", 1, "--steps", 1)
+    assert [(row["recipe"]["cfg_size"], row["recipe"]["attn2d_size"]) for row in report["rows"]] == [(2, [1, 1]), (1, [2, 1])]
 
 
 @pytest.mark.parametrize("world", [1, 2, 6, 8, 72])
@@ -166,6 +179,9 @@ def test_calibrate(tmp_path, capfd, one_thread, deadline, world):
 @pytest.mark.parametrize(("arguments", "said"), [
     (["--as-rank-of", "nvl72", "--ranks", "2"], "--as-rank-of is one process"),
     (["--as-rank-of", "no"], "recipe no is no file"),
+    (["--noise", "--quant", "FP8"], "leave --quant, --sweep and ranks out"),
+    (["--noise", "--ranks", "2", "--recipe", "2gpu"], "leave --quant, --sweep and ranks out"),
+    (["--ranks", "2", "--sweep", "cfg2", "3x1"], "--sweep 3x1 is none of 2 ranks' recipes: ring2, 1x2, "),
     (["--steps", "0"], "steps is 0; it must be at least 1"),
     (["--recipe", "2gpu"], "the recipe is for 2 ranks (cfg 2), not 1"),
     (["--size", "70x32"], "the nearest is 64x32"),

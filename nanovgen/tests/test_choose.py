@@ -93,13 +93,16 @@ def test_our_own_block():
     assert sum(found.values()) == pytest.approx(263.6e-3, rel=0.02)
 
 
-OURS = {  # seconds of a step of two streams on two H200s, 8 of 40 layers, FA3, compiled but for tp, 2026-11-30: README.md's table
+OURS = {  # seconds of a step of two streams on two H200s, 8 of 40 layers, FA3, compiled but for tp, 2026-11-30: README.md
     "one rank": (3.7074, {}),
     "ulysses 2": (1.9450, dict(ulysses_size=2)),
     "ulysses 2 async": (1.9207, dict(ulysses_size=2, async_ulysses=True)),
     "ulysses 2 fused": (1.9443, dict(ulysses_size=2, fused_ulysses=True)),
     "ring 2": (1.9365, dict(ring_size=2)),
     "1x2": (1.9716, dict(attn2d_size=(1, 2))),
+    "2x1": (1.9222, dict(attn2d_size=(2, 1))),
+    "2x1 overlapped": (2.0088, dict(attn2d_size=(2, 1), attn2d_merge="overlapped")),
+    "cfg 2": (1.8858, dict(cfg_size=2)),
     "1x2 reduce_scatter": (1.9858, dict(attn2d_size=(1, 2), attn2d_merge="reduce_scatter")),
     "tp 2, eager": (2.54, dict(tp_size=2)),
 }
@@ -111,6 +114,14 @@ def test_our_own_steps(name):
     found = sum(cost.step(H200, "fa3", ParallelConfig(**degrees), WAN).values()) / 5  # 8 of 40 layers
     print(f"{name}: measured {measured:.3f} s, predicted {found:.3f} s, {found / measured - 1:+.1%}")
     assert found == pytest.approx(measured, rel=0.07)
+
+
+def test_our_own_rank_of_the_rack():
+    """One H200 as one of nvl72's ranks, 40 layers (`bench --as-rank-of nvl72 --compile`, README.md): all but the links."""
+    found = cost.step(H200, "fa3", RACK, WAN)
+    computed = sum(seconds for name, seconds in found.items() if name not in ("ulysses", "kv_axis", "q_axis"))
+    print(f"measured 0.2874 s, predicted {computed:.4f} s, {computed / 0.2874 - 1:+.1%}")
+    assert computed == pytest.approx(0.2874, rel=0.07)
 
 
 # The terms

@@ -116,13 +116,20 @@ def test_memory_of_a_decode(name, chunk, dtype):
 @pytest.mark.parametrize("name", FULL)
 @pytest.mark.parametrize("chunk", (1, 3))
 def test_no_convolution_turns_its_input_around(name, chunk, monkeypatch, one_thread):
-    """All is channels last, single frames and first chunks too: else a GPU copies each tensor before and after each layer."""
+    """All is channels last, single frames and first chunks too: else a GPU copies each tensor before and after each layer.
+
+    So is each weight, which is used where it lies.
+    """
     z = FULL[name].z_dim
     config = replace(FULL[name], base_dim=8, decoder_base_dim=12, latents_mean=(0.0,) * z, latents_std=(1.0,) * z)
     model, real, turned = VAE(config).eval(), F.conv2d, []
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    lying = {p.data_ptr() for p in model.laid_out().parameters()}
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
-    def conv2d(x, *more, **named):
-        out = real(x, *more, **named)
+    def conv2d(x, weight, *more, **named):
+        out = real(x, weight, *more, **named)
+        assert weight.data_ptr() in lying and weight.is_contiguous(memory_format=torch.channels_last)
         turned.append(not (x.is_contiguous(memory_format=torch.channels_last) and x.stride(1) == 1 and out.stride(1) == 1))
         return out
 
