@@ -51,7 +51,7 @@ from nanovgen import (
 )
 from nanovgen.cosmos import Cosmos
 from nanovgen.floor import Bench, Clock, alone, floor, flops, random_weights
-from nanovgen.job import CONFIGS, place
+from nanovgen.job import CONFIGS, find_vae_dtype, place
 from nanovgen.mesh import Axis, Cut, Mesh
 from nanovgen.recipe import PRESETS, AttentionConfig, ParallelConfig, Request, check_frames, parse_size, read_recipe
 from nanovgen.vae import VAE, VAEConfig
@@ -253,7 +253,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--calibrate", type=Path, metavar="FILE", help="measure nanovgen.plan's constants; nothing else")
     p.add_argument("--attention", default="auto", help="as in run.py")
     p.add_argument("--quant", default="none", choices=["none", "FP8"], help="as in run.py")
-    p.add_argument("--vae-dtype", default="float32", choices=["float32", "bfloat16"], help="of the decode")
+    p.add_argument("--vae-dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of the decode, as in run.py")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="as in run.py")
     p.add_argument("--steps", type=int, default=3, help="timed turns")
     p.add_argument("--warmup", type=int, default=1, help="turns before them")
@@ -296,7 +296,7 @@ def make_bench(args: argparse.Namespace) -> Bench:
     if args.peer and args.quant != "none":
         raise ValueError("--peer runs on our very weights, and --quant rounds them; leave one out")
     return Bench(preset, config, latent, text, device, dtype, kernel, enable, args.steps, args.warmup, args.quant,
-                 getattr(torch, args.vae_dtype))  # fmt: skip
+                 find_vae_dtype(args.vae_dtype, device))  # fmt: skip
 
 
 def swept(world: int, names: list[str]) -> list[ParallelConfig]:
@@ -391,7 +391,8 @@ def measure(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig]
         report["vae"], report["vae_peer"] = bench_vae(bench, args.chunks, world, bool(args.peer))
         for row in report["vae"]:
             memory = f", {row['peak_bytes'] / 1e9:.1f} GB" if gpu else ""
-            say(f"decode    {row['ranks']} ranks, chunk {row['chunk']}, {args.vae_dtype}: {row['seconds']:.3f} s{memory}")
+            dtype = str(bench.vae_dtype)[6:]
+            say(f"decode    {row['ranks']} ranks, chunk {row['chunk']}, {dtype}: {row['seconds']:.3f} s{memory}")
         if report["vae_peer"]:
             say(f"diffusers {report['vae_peer']}")
     if args.exchange:

@@ -72,7 +72,7 @@ class Job:
 
     @property
     def vae_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.request.vae_dtype == "bfloat16" else torch.float32
+        return find_vae_dtype(self.request.vae_dtype, self.device)
 
     @property
     def work(self) -> plan.Work:
@@ -92,6 +92,13 @@ class Job:
     def guidance(self, time: int) -> float:
         low = self.request.guidance_low
         return self.request.guidance if low is None or self.expert(time) == "transformer" else low
+
+
+def find_vae_dtype(name: str, device: torch.device) -> torch.dtype:
+    """What --vae-dtype means there."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
 
 
 def dressed(request: Request, text: str, negative: bool) -> str:

@@ -62,7 +62,7 @@ H200 = Machine(
     "h200-nvlink", domain=8, host=8, sms=132, tile=128, memory=141 * GIGA, stream=0.8 * 4.8 * TERA,
     attention={"fa3": 676 * TERA, "cudnn": 574 * TERA}, linear=727 * TERA, link=249 * GIGA, shift=299 * GIGA, push=385 * GIGA,
     across=50 * GIGA, latency=20 * MICRO, latency_across=40 * MICRO, ring_step=763 * MICRO,
-    decode={"wan": 25 * TERA, "cosmos": 25 * TERA}, vae_exchange=427 * MICRO, vae_hop=35.8 * MICRO, tail=53.4e6,
+    decode={"wan": 177 * TERA, "cosmos": 497 * TERA}, vae_exchange=427 * MICRO, vae_hop=35.8 * MICRO, tail=53.4e6,
     read=5 * GIGA,
     sources={
         "memory, stream": "data sheet: 141 GB at 4.8 TB/s, of which an elementwise kernel gets 0.8",
@@ -71,7 +71,7 @@ H200 = Machine(
         "linear": "measured there: 59.1 ms for a block's matrices (the best product of all: 790 TFLOP/s)",
         "link, shift, push": "measured there: all-to-all, send and receive each way, copy engine",
         "latency": "NCCL's usual, not measured",
-        "decode": "measured there: run.py's 25.1 s for 81 frames, in fp32 (in bf16, compiled: 282); Cosmos3's as Wan's",
+        "decode": "measured there, in bf16: run.py's 3.6 s for 81 frames (compiled 2.0 s); Cosmos3's compiled, 2.6 s for 77",
         "ring_step, vae_exchange, vae_hop, tail": "as the GB200's, not measured",
         "across, latency_across": "a 400 Gb/s port a GPU by its data sheet; not measured",
         "read": "as the GB200's, not measured",

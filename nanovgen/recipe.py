@@ -47,7 +47,7 @@ class Request:
     latents: str | None = _option(None, "resume: decode this file of saved latents, nothing else")
     device: str = _option("auto", "cuda, cpu, or auto")
     dtype: str = _option("auto", "bfloat16, float32, or auto (bfloat16 on a GPU), of all but the VAE")
-    vae_dtype: str = _option("auto", "bfloat16, float32, or auto (float32): bfloat16 halves the decode's memory")
+    vae_dtype: str = _option("auto", "bfloat16, float32, or auto (bfloat16 on a GPU, where float32 takes seven times as long)")
     chunk: int | None = _option(None, "latent frames decoded at a time; 0: all at once")
     check: int = _option(10, "every so many steps, and after the last, all ranks compare a checksum of their latents; 0: never")
     offload: str = _option("auto", "two experts: have only the one in use on the device, and read the other when its steps "

@@ -4,6 +4,7 @@ import glob
 import math
 import os
 import queue
+import re
 import shutil
 import subprocess
 import threading
@@ -91,6 +92,14 @@ def remove_parts(out: Path) -> None:
                 part.unlink(missing_ok=True)
 
 
+def count_frames(path: Path) -> int:
+    """Frames that a file holds, without decoding them (imageio_ffmpeg's own count decodes)."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-i", path, "-map", "0:v:0", "-c", "copy", "-f", "null", "-"]
+    said = subprocess.run(command, capture_output=True, text=True, errors="replace").stderr
+    found = re.findall(r"frame= *(\d+)", said)
+    return int(found[-1]) if found else 0
+
+
 class VideoWriter:
     """H.264, yuv420p, exact size. Written beside `path` under a hidden name and renamed at the end, or removed.
 
@@ -99,6 +108,7 @@ class VideoWriter:
     """
 
     AHEAD = 2  # writes that may wait for the thread, before one waits for it
+    LOOKAHEAD = 10  # frames that the encoder holds back; its own 40 would all be left to do when the last frame comes
 
     def __init__(self, path: Path, width: int, height: int, fps: int):
         self.path, self.part, self.count = path, part_name(path), 0
@@ -107,7 +117,8 @@ class VideoWriter:
         self.thread = threading.Thread(target=self._feed, name="video writer", daemon=True)
         self.encoder = imageio_ffmpeg.write_frames(
             str(self.part), (width, height), fps=fps, codec="libx264", pix_fmt_in="rgb24", pix_fmt_out="yuv420p",
-            quality=None, macro_block_size=1, output_params=["-crf", "16", "-movflags", "+faststart"],
+            quality=None, macro_block_size=1,
+            output_params=["-crf", "16", "-x264-params", f"rc-lookahead={self.LOOKAHEAD}", "-movflags", "+faststart"],
         )  # fmt: skip
 
     def __enter__(self) -> "VideoWriter":
@@ -153,11 +164,7 @@ class VideoWriter:
         self._end(None)
         if self.error is not None:
             raise self.error
-        try:
-            written = imageio_ffmpeg.count_frames_and_secs(str(self.part))[0]
-        except RuntimeError:
-            written = 0
-        if written != self.count:
+        if (written := count_frames(self.part)) != self.count:
             raise OSError(f"ffmpeg wrote {written} of {self.count} frames")
         os.replace(self.part, self.path)
         self.whole = True

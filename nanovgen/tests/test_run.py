@@ -189,7 +189,7 @@ DEFAULTS = {  # size, frames, fps, steps, guidance, guidance_low, shift, boundar
     "tiny-wan": ("192x96", 33, 16, 20, 5.0, 3.0, 5.0, 0.875),
     "cosmos3-super": ("1280x720", 189, 24, 35, 6.0, None, 10.0, None),
     "cosmos3-nano": ("1280x720", 189, 24, 35, 6.0, None, 10.0, None),
-    "tiny-cosmos": ("192x96", 33, 16, 20, 5.0, None, 5.0, None),
+    "tiny-cosmos": ("192x96", 33, 16, 20, 2.0, None, 5.0, None),
 }
 
 

@@ -69,6 +69,27 @@ def test_the_write_is_hidden(slow, tiny_folder, read_video):
     assert len(read_video(Path("v.mp4"))[1]) == CHUNKS
 
 
+@pytest.mark.parametrize("frames", [1, 33])
+def test_frames_are_counted_as_a_decode_counts_them(frames, tmp_path):
+    path = tmp_path / "v.mp4"
+    with video.VideoWriter(path, 64, 32, 8) as writer:
+        writer.write(video.to_pixels(clip(frames)))
+    assert video.count_frames(path) == frames == imageio_ffmpeg.count_frames_and_secs(path)[0]
+    path.write_bytes(path.read_bytes()[:100])
+    assert video.count_frames(path) == video.count_frames(tmp_path / "none.mp4") == 0
+
+
+def test_what_the_encoder_holds_back(tmp_path):
+    """When the last of 60 frames comes a good part is in the file; with x264's own 40 frames ahead nothing was."""
+    out, noise = tmp_path / "v.mp4", np.random.default_rng(0).integers(0, 256, (60, 192, 320, 3), np.uint8)
+    with video.VideoWriter(out, 320, 192, 8) as writer:
+        for frame in noise:
+            writer.write(frame[None])
+        early = writer.part.stat().st_size
+    print(f"{early} of {out.stat().st_size} bytes were there at the last frame")
+    assert early > out.stat().st_size / 5
+
+
 def test_frames_that_wait_are_few(slow, tmp_path):
     """A decoder that is faster than the encoder waits for it, and does not fill the memory."""
     with video.VideoWriter(tmp_path / "v.mp4", 64, 32, 8) as writer:

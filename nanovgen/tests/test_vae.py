@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanovgen import checkpoint
+from nanovgen.job import find_vae_dtype
 from nanovgen.vae import VAE, Stream, VAEConfig
 
 NARROW = VAEConfig(base_dim=16)
@@ -60,6 +61,14 @@ def test_bf16():
         f"PSNR: float32 and bfloat16 {psnr(whole, half):.1f} dB; to the clip {psnr(whole, clip):.2f} and {psnr(half, clip):.2f}"
     )
     assert psnr(whole, half) > 40 and psnr(half, clip) > psnr(whole, clip) - 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "wanted"),
+    [("auto", "cpu", "float32"), ("auto", "cuda", "bfloat16"), ("float32", "cuda", "float32"), ("bfloat16", "cpu", "bfloat16")],
+)
+def test_what_dtype_means(name, device, wanted):
+    assert find_vae_dtype(name, torch.device(device)) == getattr(torch, wanted)
 
 
 def test_bf16_of_a_run(ask, cli, i2v_folder):
