@@ -29,6 +29,8 @@ from nanovgen import fp8
 
 aten = torch.ops.aten
 Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Partial = tuple[Tensor, Tensor]  # o and lse over some of the keys
+Merge = Callable[[list[Partial], torch.dtype], Partial]
 Projection = Callable[[], Tensor]  # what a model hands a scheme: gives q, k or v of this rank's tokens, when called
 KV = tuple[Tensor, Tensor]  # keys and values, each (b, n, Hkv, d)
 
@@ -50,7 +52,7 @@ def after(prefix: KV | None, k: Tensor, v: Tensor) -> KV:
     return (k, v) if prefix is None else (torch.cat([prefix[0], k], dim=1), torch.cat([prefix[1], v], dim=1))
 
 
-def merge(partials: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def merge(partials: list[Partial], dtype: torch.dtype) -> Partial:
     """Attention over a union of disjoint key sets from (o, lse) over each; fp32 inside, o in `dtype` out.
 
     Each partial is o_i = sum_i / z_i with z_i = e^lse_i. The whole is sum_i z_i o_i / sum_i z_i. Dividing both by
@@ -151,6 +153,11 @@ class Float8(NamedTuple):
 def find_kernel(name: str, compiled: bool = False) -> Kernel:
     """A kernel by its name; `compiled`: with what it does in torch compiled."""
     return _fa3_fp8_compiled if (name, compiled) == ("fa3-fp8", True) else KERNELS[name]
+
+
+def find_merge(compiled: bool = False) -> Merge:
+    """`compiled`: in one pass over the partials, where eager torch writes and reads each of its steps in fp32."""
+    return _compiled(merge) if compiled else merge
 
 
 KERNELS: dict[str, Kernel] = {"cpu": _cpu, "flash": _flash, "cudnn": _cudnn, "efficient": _efficient, "fa2": _fa2, "fa3": _fa3,

@@ -27,22 +27,24 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from nanovgen.attention import KV, Kernel, after, attention, merge
+from nanovgen.attention import KV, Kernel, Merge, after, attention, merge
 from nanovgen.mesh import Axis, Cut, Pending, all_reduce, all_to_all, pad, reduce_scatter, shard, start_all_gather
 
 Axes = tuple[Axis, Axis]  # (q_axis, kv_axis)
 
 
-def attn2d(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, axes: Axes, cut: Cut, kernel: Kernel) -> Tensor:
+def attn2d(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, axes: Axes, cut: Cut, kernel: Kernel,
+           merge: Merge = merge) -> Tensor:  # fmt: skip
     """q, k, v (b, n, H, d) of this rank's block -> o (b, n, H, d). `axes` are (q_axis, kv_axis)."""
     q_sent, kv_sent = start_gathers(q, k, v, axes, cut)
     q_row = whole(q_sent, axes, cut, of_row=True)
     k_col, v_col = whole(kv_sent, axes, cut, of_row=False).chunk(2, dim=0)
     part = attention(q_row, *after(own_slice(prefix, axes[0]), k_col, v_col), kernel)
-    return exchange(*part, axes[0], block_size(axes, cut))[:, : q.shape[1]].to(q.dtype)
+    return exchange(*part, axes[0], block_size(axes, cut), merge)[:, : q.shape[1]].to(q.dtype)
 
 
-def attn2d_overlapped(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, axes: Axes, cut: Cut, kernel: Kernel) -> Tensor:
+def attn2d_overlapped(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, axes: Axes, cut: Cut, kernel: Kernel,
+                      merge: Merge = merge) -> Tensor:  # fmt: skip
     """The rank's own keys need no waiting: a first pass over them hides the travel of the rest."""
     q_sent, kv_sent = start_gathers(q, k, v, axes, cut)
     q_row = whole(q_sent, axes, cut, of_row=True)
@@ -51,7 +53,7 @@ def attn2d_overlapped(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, axes: 
     start, block = axes[1].rank * block_size(axes, cut), k.shape[1]
     others = [torch.cat([x[:, :start], x[:, start + block :]], dim=1) for x in (k_col, v_col)]
     part = merge([first, attention(q_row, *others, kernel)], torch.float32)
-    return exchange(part[0].to(q.dtype), part[1], axes[0], block_size(axes, cut))[:, : q.shape[1]].to(q.dtype)
+    return exchange(part[0].to(q.dtype), part[1], axes[0], block_size(axes, cut), merge)[:, : q.shape[1]].to(q.dtype)
 
 
 def attn2d_reduce_scatter(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, axes: Axes, cut: Cut, kernel: Kernel) -> Tensor:
@@ -100,7 +102,7 @@ def pad_lse(lse: Tensor, size: int) -> Tensor:
     return torch.cat([lse, lse.new_full((lse.shape[0], size - lse.shape[1], lse.shape[2]), -torch.inf)], dim=1)
 
 
-def exchange(o: Tensor, lse: Tensor, row: Axis, size: int) -> Tensor:
+def exchange(o: Tensor, lse: Tensor, row: Axis, size: int, merge: Merge) -> Tensor:
     """(b, m n, H, d) and its LSE -> (b, n, H, d): each rank of the row gets all parts of its own block, and merges them."""
     if row.size == 1:
         return o

@@ -107,10 +107,15 @@ def staged(attend: plan.Attend, clock: Clock, spans: dict[str, list]) -> plan.At
     return timed("attend", lambda q, k, v, *prefix: attend(*(timed("projections", x) for x in (q, k, v)), *prefix))
 
 
+def scheme(bench: Bench, parallel: ParallelConfig, m: Mesh) -> plan.Attend:
+    kernel = attention.find_kernel(bench.kernel, bench.compile)
+    return plan.bind(parallel, m, bench.work.tokens, kernel, attention.find_merge(bench.compile))
+
+
 def time_turns(bench: Bench, parallel: ParallelConfig, m: Mesh, turn: Callable[[plan.Attend], object]) -> dict:
     """Medians in seconds over this rank's timed turns, by stage; what one sent; graphs compiled in them; peak memory."""
     clock, rows = Clock(bench.device), []
-    attend = plan.bind(parallel, m, bench.work.tokens, attention.find_kernel(bench.kernel, bench.compile))
+    attend = scheme(bench, parallel, m)
     for _ in range(bench.warmup):
         turn(attend)
     graphs = compiled.graphs() if bench.compile else 0
@@ -148,7 +153,7 @@ def bench_recipe(bench: Bench, parallel: ParallelConfig, model: nn.Module | None
     turn = lambda attend: cfg.run_streams(lambda _: model(x, t, context, attend, m.seq), parallel.cfg_size, m.cfg)  # noqa: E731
     found = time_turns(bench, parallel, m, turn)
     if profile and bench.device.type == "cuda":
-        attend = plan.bind(parallel, m, bench.work.tokens, attention.find_kernel(bench.kernel, bench.compile))
+        attend = scheme(bench, parallel, m)
         found["seconds"]["GPU idle in a profiled turn"] = idle(lambda: turn(attend))
     ranks = [found["seconds"]] if m.world.size == 1 else mesh.gather_objects(found["seconds"])
     found["seconds"] = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
@@ -431,7 +436,7 @@ def difference(found: Tensor, wanted: Tensor) -> float:
 
 
 def forward(bench: Bench, model: nn.Module) -> Tensor:
-    attend = plan.bind(ParallelConfig(), Mesh(), bench.work.tokens, attention.find_kernel(bench.kernel, bench.compile))
+    attend = scheme(bench, ParallelConfig(), Mesh())
     return model(latents(bench), torch.tensor([500], device=bench.device), make_context(bench, model, 1), attend)
 
 

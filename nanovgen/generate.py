@@ -159,8 +159,9 @@ def split_dim(job: Job) -> int:
 
 def velocity(job: Job, model: nn.Module, x: Tensor, t: int, contexts: dict[int, NamedTuple]) -> Tensor:
     """Guided velocity, fp32, the same on every rank; guidance 1 runs the prompt alone."""
-    attend = plan.bind(job.recipe.parallel_config, job.mesh, job.tokens,
-                       attention.find_kernel(job.kernel, job.recipe.torch_compile_config.enable))  # fmt: skip
+    compiling = job.recipe.torch_compile_config.enable
+    attend = plan.bind(job.recipe.parallel_config, job.mesh, job.tokens, attention.find_kernel(job.kernel, compiling),
+                       attention.find_merge(compiling))  # fmt: skip
     x, time, guidance = x.to(job.dtype), torch.tensor([t], device=x.device), job.guidance(t)
     streams = 1 if guidance == 1 else 2
     found = cfg.run_streams(lambda i: model(x, time, contexts[i], attend, job.mesh.seq), streams, job.mesh.cfg)

@@ -18,7 +18,7 @@ from functools import partial
 from torch import Tensor
 
 from nanovgen import attn2d, cfg, tp, ulysses, vae_parallel
-from nanovgen.attention import FLOAT8, KV, Kernel, after, attention
+from nanovgen.attention import FLOAT8, KV, Kernel, Merge, after, attention, merge
 from nanovgen.cosmos import CosmosConfig
 from nanovgen.mesh import Cut, Mesh
 from nanovgen.recipe import ParallelConfig
@@ -136,13 +136,14 @@ def check_vae(parallel: ParallelConfig, world: int, latent: tuple[int, int, int]
     vae_parallel.check(latent[1 if rows else 2], degree, "rows" if rows else "columns")
 
 
-def bind(parallel: ParallelConfig, mesh: Mesh, tokens: int, kernel: Kernel) -> Attend:
+def bind(parallel: ParallelConfig, mesh: Mesh, tokens: int, kernel: Kernel, merge: Merge = merge) -> Attend:
     """The scheme that a model's self-attention is handed."""
     cut = Cut(tokens, mesh.seq.size, mesh.seq.rank)
     if mesh.ring.size > 1:
-        inner = partial(ring, axis=mesh.ring, cut=cut, kernel=kernel)
+        inner = partial(ring, axis=mesh.ring, cut=cut, kernel=kernel, merge=merge)
     elif mesh.q_axis.size * mesh.kv_axis.size > 1:
         inner = partial(ATTN2D[parallel.attn2d_merge], axes=(mesh.q_axis, mesh.kv_axis), cut=cut, kernel=kernel)
+        inner = inner if parallel.attn2d_merge == "reduce_scatter" else partial(inner, merge=merge)  # that one sums instead
     else:
         inner = partial(local, kernel=kernel)
     if mesh.ulysses.size == 1:

@@ -20,17 +20,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nanovgen.attention import KV, Kernel, after, attention, merge
+from nanovgen.attention import KV, Kernel, Merge, after, attention, merge
 from nanovgen.mesh import Axis, Cut, pad, start_shift
 
 
-def ring(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, axis: Axis, cut: Cut, kernel: Kernel) -> Tensor:
+def ring(q: Tensor, k: Tensor, v: Tensor, prefix: KV | None, axis: Axis, cut: Cut, kernel: Kernel,
+         merge: Merge = merge) -> Tensor:  # fmt: skip
     """q, k, v (b, n, H, d) of this rank's block of tokens -> o (b, n, H, d)."""
-    o, lse = q, None
+    found = None
     for k_block, v_block in blocks(k, v, axis, cut):
-        partial = attention(q, *after(prefix if lse is None else None, k_block, v_block), kernel)  # once: beside its own block
-        o, lse = merge([partial] if lse is None else [(o, lse), partial], torch.float32)
-    return o.to(q.dtype)
+        partial = attention(q, *after(prefix if found is None else None, k_block, v_block), kernel)  # once: beside its own block
+        found = partial if found is None else merge([found, partial], torch.float32)
+    return found[0].to(q.dtype)
 
 
 def blocks(k: Tensor, v: Tensor, axis: Axis, cut: Cut) -> Iterator[tuple[Tensor, Tensor]]:

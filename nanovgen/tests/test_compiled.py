@@ -11,7 +11,7 @@ import yaml
 from conftest import PROMPT, WAN
 from safetensors.torch import load_file
 
-from nanovgen import compiled
+from nanovgen import attention, compiled
 from nanovgen.cosmos import Cosmos, CosmosConfig
 from nanovgen.recipe import CompilationConfig
 from nanovgen.wan import Wan
@@ -62,14 +62,25 @@ def test_compiled_equals_eager(kind, one_thread):
         assert seen() is None, "a compiled model must be gone before the VAE comes"
 
 
-def test_two_ranks_by_ulysses(ask, wide_folder, recipe, spawn, finish):
+def test_compiled_merge(one_thread):
+    """Also where a partial is over no keys, and where it is of another dtype than the one before."""
+    o, lse = torch.randn(3, 1, 5, 2, 4), torch.randn(3, 1, 5, 2)
+    lse[1, :, :2] = -torch.inf
+    for dtype in (torch.float32, torch.bfloat16):
+        partials = [(o[0], lse[0]), (o[1].to(dtype), lse[1]), (o[2].to(dtype), lse[2])]
+        wanted, found = (attention.find_merge(way)(partials, torch.float32) for way in (False, True))
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("degrees", [{"ulysses_size": 2}, {"ring_size": 2}], ids=str)
+def test_two_ranks(ask, wide_folder, recipe, spawn, finish, degrees):
     """The scheme and its collectives are outside: the latents are the eager one-rank ones within the tolerance.
 
     As a process of its own: ranks that are forked from one that has compiled may wait for its compiler's threads.
     """
     assert ask("--model", wide_folder, "--out", "one.mp4").code == 0
     result = finish(spawn(PROMPT, "--model", wide_folder, "--size", "64x32", "--frames", 5, "--steps", 2, "--shift", 5, "--out",
-                          "two.mp4", "--ranks", 2, "--recipe", recipe(ulysses_size=2), "--compile"))  # fmt: skip
+                          "two.mp4", "--ranks", 2, "--recipe", recipe(**degrees), "--compile"))  # fmt: skip
     assert result.code == 0, result
     one, two = (load_file(f"{name}.latents.safetensors")["latents"] for name in ("one", "two"))
     error = ((two - one).norm() / one.norm()).item()
@@ -79,8 +90,9 @@ def test_two_ranks_by_ulysses(ask, wide_folder, recipe, spawn, finish):
     assert [r["graphs_in_steps"] for r in reports] == [None, 0] and reports[1]["recipe"]["torch_compile_config"]["enable"]
     assert "warm-up" in reports[1]["stages"] and "warm-up" not in reports[0]["stages"]
     steps, layers, tokens, width = 2, 1, 16, 96
-    of_ulysses = steps * 2 * layers * 4 * (tokens // 2 * width // 2) * 4  # q, k, v, o, half of each, fp32, two streams
-    assert reports[1]["bytes_sent"]["ulysses"] == of_ulysses, "the warm-up's bytes are not the request's"
+    sent = steps * 2 * layers * tokens * width * 4  # fp32, two streams: of q, k, v, o a quarter each; or a ring's k, v, half each
+    (axis,) = (name.removesuffix("_size") for name in degrees)
+    assert reports[1]["bytes_sent"][axis] == sent, "the warm-up's bytes are not the request's"
 
 
 def test_what_is_warmed_up_is_said(ask, write):
