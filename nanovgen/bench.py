@@ -50,11 +50,10 @@ from nanovgen import (
     vae_parallel,
 )
 from nanovgen.cosmos import Cosmos
-from nanovgen.floor import Bench, Clock, alone, floor, flops, random_weights
+from nanovgen.floor import Bench, Clock, alone, floor, flops, random_vae, random_weights
 from nanovgen.job import CONFIGS, find_vae_dtype, place
 from nanovgen.mesh import Axis, Cut, Mesh
 from nanovgen.recipe import PRESETS, AttentionConfig, ParallelConfig, Request, check_frames, parse_size, read_recipe
-from nanovgen.vae import VAE, VAEConfig
 from nanovgen.wan import Wan, WanConfig
 
 ARTICLE = dict(b=2, tokens=6144, heads=32, d=128)  # of its isolated exchange
@@ -195,7 +194,7 @@ def idle(f: Callable[[], object]) -> float:
 
 def bench_vae(bench: Bench, chunks: list[int], world: int, peer: bool) -> tuple[list[dict], dict | str | None]:
     """Decoding the clip's latents, a chunk size at a time, on one rank and by strips on all of them; and diffusers' decode."""
-    vae = random_weights(checkpoint.build(VAE, VAEConfig(**bench.preset.vae)), bench.device, bench.vae_dtype).laid_out()
+    vae = random_vae(bench)
     z = torch.randn(1, bench.preset.latent[0], *bench.latent, generator=torch.Generator().manual_seed(0)).to(bench.device)
     meshes, found = {1: Mesh()}, []
     theirs = peers.decoder(bench, vae, z) if peer and world == 1 else None

@@ -17,11 +17,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from nanovgen import attention, checkpoint, compiled, cost, machines, mesh
-from nanovgen.floor import HOT, Bench, alone, matrices, random_weights
+from nanovgen import attention, compiled, cost, machines, mesh
+from nanovgen.floor import HOT, Bench, alone, matrices, random_vae
 from nanovgen.machines import Machine
 from nanovgen.mesh import Axis
-from nanovgen.vae import VAE, VAEConfig
 
 PAYLOAD, FRAMES = {"cuda": 2**28, "cpu": 2**22}, 3  # bytes that a rank sends at once; latent frames decoded
 
@@ -73,7 +72,7 @@ def kernels(bench: Bench, base: Machine) -> dict:
 
 def decode(bench: Bench, unit: Machine) -> float:
     """The VAE's rate, by a few latent frames after the first."""
-    vae = random_weights(checkpoint.build(VAE, VAEConfig(**bench.preset.vae)), bench.device, bench.vae_dtype).laid_out()
+    vae = random_vae(bench)
     if bench.compile:
         compiled.compile_blocks(vae)
     latent = (FRAMES, *bench.latent[1:])

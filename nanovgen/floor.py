@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from nanovgen import attention, checkpoint, fp8, plan
 from nanovgen.cosmos import CosmosConfig
 from nanovgen.recipe import ParallelConfig, Preset
+from nanovgen.vae import VAE, VAEConfig
 from nanovgen.wan import WanConfig
 
 Config = WanConfig | CosmosConfig
@@ -65,6 +66,11 @@ def random_weights(model: nn.Module, device: torch.device, dtype: torch.dtype) -
             state[name] = torch.randn(p.shape, generator=generator, **kind).div_(p[0].numel() ** 0.5)
     model.load_state_dict(state, assign=True)
     return model.eval()
+
+
+def random_vae(bench: Bench) -> VAE:
+    """The bench's VAE of random weights, as a run would hold it."""
+    return random_weights(checkpoint.build(VAE, VAEConfig(**bench.preset.vae)), bench.device, bench.vae_dtype).laid_out()
 
 
 class Clock:
