@@ -7,11 +7,15 @@ A block's class names these methods in LOCAL. All blocks of a model share the co
 through it, so each is compiled once a shape, in the first block, and the rest of the model finds it ready. Shapes are
 fixed (dynamic=False): a shape never seen before costs a compilation, hence the warm-up, and `graphs` counts them.
 
+A compiler leaves matrix products to cuBLAS and would run a GELU after one as a pass of its own; `linear_gelu` lets cuBLAS
+apply it before it writes the product.
+
 Refuses  tensor parallelism: its all-reduces lie inside these methods.
 """
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 SEARCHED = {"coordinate_descent_tuning": True}  # tile sizes are searched: norms over 5120 channels get a quarter faster
 
@@ -40,3 +44,21 @@ def graphs() -> int:
     from torch._dynamo.utils import counters  # its import takes a second, which runs without torch.compile need not spend
 
     return counters["stats"]["unique_graphs"]
+
+
+@torch.library.custom_op("nanovgen::linear_gelu", mutates_args=())
+def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """An operator of its own, which the compiler calls as it is: torch's it would take apart."""
+    return torch._addmm_activation(bias, x.flatten(0, -2), weight.T, use_gelu=True).unflatten(0, x.shape[:-1])
+
+
+@_linear_gelu.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+def linear_gelu(linear: nn.Module, x: Tensor) -> Tensor:
+    """GELU, by its tanh formula, of linear(x). cuBLAS' is the tanh one and has no gradient; a CPU's is another."""
+    if isinstance(linear, nn.Linear) and x.is_cuda and x.dtype == torch.bfloat16 and not torch.is_grad_enabled():
+        return _linear_gelu(x, linear.weight, linear.bias)
+    return F.gelu(linear(x), approximate="tanh")

@@ -23,6 +23,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from nanovgen.attention import Projection, attention
+from nanovgen.compiled import linear_gelu
 from nanovgen.mesh import Axis, shard, unshard
 
 Attend = Callable[[Projection, Projection, Projection], Tensor]
@@ -169,7 +170,7 @@ class Block(nn.Module):
     def last(self, x: Tensor, o: Tensor, mod: Tensor) -> Tensor:
         x = x + self.cross_attn.out(o)
         h = modulate(x, mod[:, 4:5], mod[:, 3:4], self.eps)
-        h = self.mlp_down(F.gelu(self.mlp_up(h), approximate="tanh"))
+        h = self.mlp_down(linear_gelu(self.mlp_up, h))
         return (x.float() + h.float() * mod[:, 5:6]).to(x.dtype)
 
 
@@ -182,6 +183,7 @@ class Wan(nn.Module):
                  ("time_proj", "condition_embedder.time_proj"))  # fmt: skip
     # Weights that stay fp32 in a bf16 model, as in the reference: small, and bf16 would be seen in the result.
     FP32 = ("time_linear_", "scale_shift_table", "cross_norm")
+    LOCAL = ("head",)
 
     def __init__(self, config: WanConfig):
         super().__init__()
@@ -214,6 +216,11 @@ class Wan(nn.Module):
         e = self.time_linear_2(F.silu(self.time_linear_1(e))).to(dtype)
         return e, self.time_proj(F.silu(e)).unflatten(-1, (6, -1))
 
+    def head(self, h: Tensor, e: Tensor) -> Tensor:
+        """Tokens (b, s, C) and the time's vector (b, C) -> (b, s, 4 out_channels), (q r c): c fastest, unlike the input."""
+        shift, scale = (self.scale_shift_table.float() + e.float()[:, None]).chunk(2, dim=1)
+        return self.proj_out(modulate(h, scale, shift, self.config.eps))
+
     def forward(self, latents: Tensor, timestep: Tensor, context: Context,
                 attend: Attend = local_attend, axis: Axis = Axis("seq")) -> Tensor:  # fmt: skip
         """Velocity (b, out_channels, f, y, x) of latents (b, in_channels, f, y, x) at timestep (b,).
@@ -231,7 +238,5 @@ class Wan(nn.Module):
         for block, text_kv in zip(self.blocks, context.text_kv, strict=True):
             h = block(h, time, text_kv, rope, attend)  # b s C
 
-        shift, scale = (self.scale_shift_table.float() + e.float()[:, None]).chunk(2, dim=1)
-        out = self.proj_out(modulate(h, scale, shift, self.config.eps))  # b s (q r c): c fastest, unlike the input
-        out = unshard(out, axis, dim=1, size=S)
+        out = unshard(self.head(h, e), axis, dim=1, size=S)
         return rearrange(out, "b (f y x) (q r c) -> b c f (y q) (x r)", f=f, y=y // 2, q=2, r=2)

@@ -8,11 +8,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nanovgen"
 LEVELS = [  # a file imports from earlier rows only
-    {"push", "recipe", "fp8", "machines", "as_rank"},
+    {"push", "recipe", "fp8", "machines", "as_rank", "compiled"},
     {"mesh"},
     {"attention", "checksum", "vae", "text", "dress", "scheduler", "video"},
     {"ulysses", "ring", "attn2d", "cfg", "tp", "vae_parallel", "metrics"},
-    {"wan", "cosmos", "checkpoint", "launch", "compiled"},
+    {"wan", "cosmos", "checkpoint", "launch"},
     {"plan"},
     {"job"},
     {"summary"},
