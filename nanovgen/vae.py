@@ -74,6 +74,8 @@ class VAEConfig:
 class Stream:
     """What one pass over a clip remembers from chunk to chunk, and how it sees beyond its own columns."""
 
+    dim = 4  # along which the picture may be cut: 3 rows, 4 columns
+
     def __init__(self):
         self.cache: dict[nn.Module, Tensor] = {}
 
@@ -83,9 +85,10 @@ class Stream:
         self.cache[layer] = x[:, :, x.shape[2] - keep :].clone()  # a view would keep the whole chunk in memory
         return past
 
-    def border(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """x (b, c, f, y, x) for a 3x3 convolution, and how many zero rows and columns a side are still to add."""
-        return x, (1, 1)
+    def border(self, x: Tensor) -> tuple[list[Tensor], tuple[int, int]]:
+        """x (b, c, f, y, x) between what lies beside it along `dim`, for a 3x3 convolution; and how many zero rows and
+        columns a side are still to add."""
+        return [x], (1, 1)
 
     def border_after(self, x: Tensor) -> Tensor:
         """x with one more row at the bottom and one more column at the right, for the stride-2 convolutions."""
@@ -111,15 +114,29 @@ def frames_last(h: Tensor, b: int) -> Tensor:
     return (h[None] if b == 1 else h.unflatten(0, (b, -1))).transpose(1, 2)
 
 
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
 class CausalConv3d(nn.Conv3d):
     """A convolution over (f, y, x) whose window ends at the present frame.
 
     The frames under the window are laid side by side as channels, and a 2D convolution does the rest: with channels last,
-    libraries' 2D kernels are faster than their 3D ones. They pick their kernel by the number of frames in a chunk, so other
-    chunks give the same numbers to rounding, not to the bit. The bias is apart: compiled, it costs no pass of its own.
+    libraries' 2D kernels are faster than their 3D ones, but for IN_3D. They pick their kernel by the number of frames in a
+    chunk, so other chunks give the same numbers to rounding, not to the bit. The bias is apart: compiled, it costs no pass.
     """
 
-    LOCAL = ("window", "biased")  # what torch.compile takes (compiled.py)
+    LOCAL = ("window", "behind", "summed", "biased")  # what torch.compile takes (compiled.py)
+    IN_3D = ((192, 192),)  # channels in, out. H200, 360x640, 4 frames: 3.2 ms; 2D 3.4, and 0.6 for the window of three frames
+
+    @property
+    def few(self) -> bool:
+        """Few numbers come out: products with each frame are made apart, and the sums take the past's, not its frames."""
+        return self.kernel_size[0] * self.out_channels <= self.in_channels
+
+    @property
+    def in_3d(self) -> bool:
+        return self.kernel_size == (3, 3, 3) and (self.in_channels, self.out_channels) in self.IN_3D
 
     def forward(self, x: Tensor, stream: Stream) -> Tensor:
         return self.biased(self.product(x, stream))
@@ -128,22 +145,45 @@ class CausalConv3d(nn.Conv3d):
         return h + self.bias[:, None, None, None]
 
     def product(self, x: Tensor, stream: Stream) -> Tensor:
-        x, zeros = stream.border(x) if self.kernel_size[1] == 3 else (x, (0, 0))
-        if reach := self.kernel_size[0] - 1:
-            past = stream.cache.get(self)
-            past = channels_last(x.new_zeros(*x.shape[:2], reach, *x.shape[3:])) if past is None else past
-            stream.swap(self, x if x.shape[2] >= reach else torch.cat([past, x], dim=2), reach)
-            x = self.window(past, x)
-        return frames_last(F.conv2d(frames_first(x), self.flat_weight(), padding=zeros), x.shape[0])
+        parts, zeros = stream.border(x) if self.kernel_size[1] == 3 else ([x], (0, 0))
+        if self.kernel_size[0] == 1:
+            return self.flat(joined(parts, stream.dim), zeros)
+        if self.few:
+            h = self.flat(joined(parts, stream.dim), zeros)
+            return self.summed(self.past([h], stream), h)
+        past = self.past(parts, stream)
+        if self.in_3d:
+            return F.conv3d(self.behind(past, parts, stream.dim), self.weight, padding=(0, *zeros))
+        return self.flat(self.window(past, parts, stream.dim), zeros)
 
-    def flat_weight(self) -> Tensor:
-        """(c_out, frames c_in, rows, columns)"""
-        return self.weight.transpose(1, 2).flatten(1, 2)
+    def past(self, parts: list[Tensor], stream: Stream) -> Tensor:
+        """The frames before these, (b, c, reach, y, x), zeros at the start; keeps the last of these for the next chunk."""
+        reach, frames = self.kernel_size[0] - 1, parts[0].shape[2]
+        last = torch.cat([part[:, :, -reach:] for part in parts], dim=stream.dim)  # a copy: a view would keep the whole chunk
+        if (past := stream.cache.get(self)) is None:
+            shape = (*last.shape[:2], reach, *last.shape[3:])
+            past = torch.empty(shape, dtype=last.dtype, device=last.device, memory_format=torch.channels_last_3d).zero_()
+        stream.cache[self] = last if frames >= reach else torch.cat([past[:, :, frames:], last], dim=2)
+        return past
 
-    def window(self, past: Tensor, x: Tensor) -> Tensor:
-        """(b, c, reach, y, x) and (b, c, f, y, x) -> (b, (1 + reach) c, f, y, x): each frame's past before it."""
-        both = torch.cat([past, x], dim=2)
-        return torch.cat([both[:, :, i : i + x.shape[2]] for i in range(past.shape[2] + 1)], dim=1)
+    def flat(self, x: Tensor, zeros: tuple[int, int]) -> Tensor:
+        """As a 2D convolution, frame by frame."""
+        weight = self.weight.movedim(2, 0).flatten(0, 1) if self.few else self.weight.movedim(2, 1).flatten(1, 2)
+        return frames_last(F.conv2d(frames_first(x), weight, padding=zeros), x.shape[0])
+
+    def window(self, past: Tensor, parts: list[Tensor], dim: int) -> Tensor:
+        """(b, c, reach, y, x) and (b, c, f, y, x), in parts -> (b, (1 + reach) c, f, y, x): each frame's past before it."""
+        both, frames = self.behind(past, parts, dim), parts[0].shape[2]
+        return torch.cat([both[:, :, i : i + frames] for i in range(past.shape[2] + 1)], dim=1)
+
+    def behind(self, past: Tensor, parts: list[Tensor], dim: int) -> Tensor:
+        """The same -> (b, c, reach + f, y, x)"""
+        return torch.cat([past, joined(parts, dim)], dim=2)
+
+    def summed(self, past: Tensor, h: Tensor) -> Tensor:
+        """Products (b, (1 + reach) c, ., y, x) of past frames and of these f -> (b, c, f, y, x): each with its own past's."""
+        taps = torch.cat([past, h], dim=2).float().unflatten(1, (-1, self.out_channels))
+        return sum(taps[:, i, :, i : i + h.shape[2]] for i in range(taps.shape[1])).to(h.dtype)
 
 
 class Norm(nn.Module):
@@ -237,7 +277,7 @@ class Downsample(nn.Module):
 class Upsample(nn.Module):
     """Twice the rows and columns and, with `temporal`, twice the frames after the first."""
 
-    LOCAL = ("double", "biased")
+    LOCAL = ("spread", "double", "biased")
 
     def __init__(self, c: int, c_out: int, temporal: bool):
         super().__init__()
@@ -248,15 +288,22 @@ class Upsample(nn.Module):
         b = x.shape[0]
         if self.time_conv is not None:
             first = stream.swap(self, x, 0) is None  # keeps no frame: it only marks that the first has passed
-            head, x = (x[:, :, :1], x[:, :, 1:]) if first else (x[:, :, :0], x)
-            if x.shape[2]:
-                x = rearrange(self.time_conv(x, stream), "b (two c) f y x -> b c (f two) y x", two=2)
-            x = channels_last(torch.cat([head, x], dim=2))
-        x, zeros = stream.border(self.double(x))
-        return self.biased(frames_last(F.conv2d(frames_first(x), self.conv.weight, padding=zeros), b))
+            later = x[:, :, 1:] if first else x
+            if later.shape[2]:
+                later = self.spread(self.time_conv(later, stream))
+                x = torch.cat([x[:, :, :1], later], dim=2) if first else later
+        parts, zeros = stream.border(x)
+        h = self.double(parts, stream.dim)
+        return self.biased(frames_last(F.conv2d(frames_first(h), self.conv.weight, padding=zeros), b))
 
-    def double(self, x: Tensor) -> Tensor:
-        return frames_last(F.interpolate(frames_first(x), scale_factor=2, mode="nearest-exact"), x.shape[0])
+    def spread(self, h: Tensor) -> Tensor:
+        return channels_last(rearrange(h, "b (two c) f y x -> b c (f two) y x", two=2))
+
+    def double(self, parts: list[Tensor], dim: int) -> Tensor:
+        """A neighbour's line is doubled with the rest; one of the two is needed."""
+        x = joined(parts, dim)
+        h = frames_last(F.interpolate(frames_first(x), scale_factor=2, mode="nearest-exact"), x.shape[0])
+        return h if len(parts) == 1 else channels_last(h.narrow(dim, 1, h.shape[dim] - 2))
 
     def biased(self, h: Tensor) -> Tensor:
         return h + self.conv.bias[:, None, None, None]
@@ -388,7 +435,9 @@ class VAE(nn.Module):
         """Itself, each convolution's weight as the library reads it, channels last: else every call would turn it around."""
         for layer in self.modules():
             if isinstance(layer, CausalConv3d):
-                layer.weight.data = layer.weight.data.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)
+                order = (2, 0, 3, 4, 1) if layer.few else (0, 2, 3, 4, 1) if layer.in_3d else (0, 3, 4, 2, 1)
+                back = [order.index(i) for i in range(5)]
+                layer.weight.data = layer.weight.data.permute(order).contiguous().permute(back)
             elif isinstance(layer, nn.Conv2d):
                 layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
         return self

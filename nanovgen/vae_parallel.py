@@ -8,9 +8,9 @@ The causal caches hold frames with their halo, so each column is sent once. Stri
 right only. The middle attention keeps its own queries and gathers the keys and values of the frame. Nothing is blended:
 the strips are the serial decode's own numbers, and joining them is a concatenation.
 
-Sends    per 3x3 convolution and neighbour one column: rows * frames * channels (to the previous one only where the stride
-         is 2); per middle attention (p-1) * its strip's k, v; and the finished strip, (p-1) times. Time falls with p
-         until strips are so narrow that halos and launches dominate.
+Sends    per 3x3 convolution and neighbour one column, before it is doubled where the picture is: rows * frames * channels (to
+         the previous one only where the stride is 2); per middle attention (p-1) * its strip's k, v; and the finished strip,
+         (p-1) times. Time falls with p until strips are so narrow that halos and launches dominate.
 Source   halo exchange; the scheme of Mochi's context-parallel VAE, in space.
 Refuses  more ranks than latent columns (rows).
 """
@@ -34,9 +34,9 @@ class StripStream(Stream):
         super().__init__()
         self.axis, self.dim, self.size = axis, dim, size  # size: latent columns (rows) of the whole picture
 
-    def border(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    def border(self, x: Tensor) -> tuple[list[Tensor], tuple[int, int]]:
         before, after = exchange_edges(x.narrow(self.dim, 0, 1), x.narrow(self.dim, -1, 1), self.axis)
-        return torch.cat([before, x, after], dim=self.dim), (0, 1) if self.dim == 3 else (1, 0)
+        return [before, x, after], (0, 1) if self.dim == 3 else (1, 0)
 
     def border_after(self, x: Tensor) -> Tensor:
         after = exchange_edges(x.narrow(self.dim, 0, 1), None, self.axis)[1]
@@ -54,7 +54,7 @@ class Ledger(Stream):
         super().__init__()
         self.dim, self.both, self.one, self.keys = dim, 0, 0, 0
 
-    def border(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    def border(self, x: Tensor) -> tuple[list[Tensor], tuple[int, int]]:
         self.both += x.numel() // x.shape[self.dim]
         return super().border(x)
 

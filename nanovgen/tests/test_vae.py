@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from nanovgen import checkpoint
 from nanovgen.job import find_vae_dtype
-from nanovgen.vae import VAE, Stream, VAEConfig
+from nanovgen.vae import VAE, CausalConv3d, Stream, VAEConfig
 
 NARROW = VAEConfig(base_dim=16)
 RESIDUAL = replace(NARROW, decoder_base_dim=32, z_dim=48, is_residual=True, patch_size=2)
@@ -131,7 +131,8 @@ def test_no_convolution_turns_its_input_around(name, chunk, monkeypatch, one_thr
     """
     z = FULL[name].z_dim
     config = replace(FULL[name], base_dim=8, decoder_base_dim=12, latents_mean=(0.0,) * z, latents_std=(1.0,) * z)
-    model, real, turned = VAE(config).eval(), F.conv2d, []
+    monkeypatch.setattr(CausalConv3d, "IN_3D", ((24, 24),))
+    model, real, real_3d, turned, deep = VAE(config).eval(), F.conv2d, F.conv3d, [], []
     before = {name: p.clone() for name, p in model.named_parameters()}
     lying = {p.data_ptr() for p in model.laid_out().parameters()}
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -142,10 +143,32 @@ def test_no_convolution_turns_its_input_around(name, chunk, monkeypatch, one_thr
         turned.append(not (x.is_contiguous(memory_format=torch.channels_last) and x.stride(1) == 1 and out.stride(1) == 1))
         return out
 
+    def conv3d(x, weight, *more, **named):
+        assert weight.data_ptr() in lying
+        deep.append(all(t.is_contiguous(memory_format=torch.channels_last_3d) for t in (x, weight)))
+        return real_3d(x, weight, *more, **named).contiguous(memory_format=torch.channels_last_3d)  # as cuDNN gives it
+
     monkeypatch.setattr(F, "conv2d", conv2d)
+    monkeypatch.setattr(F, "conv3d", conv3d)
     with torch.inference_mode():
         video = torch.cat(list(model.decode(torch.randn(1, z, 4, 4, 6), chunk)), dim=2)
         assert sum(turned) == 1 and turned[0]  # as latents come
+        assert all(deep) and len(deep) > 5
+        monkeypatch.setattr(F, "conv3d", real_3d)
         turned.clear()
         model.encode(video, chunk)
         assert not any(turned) and len(turned) > 30
+
+
+@pytest.mark.parametrize("config", [NARROW, replace(RESIDUAL, decoder_base_dim=40)], ids=["2.1", "2.2"])
+def test_a_convolution_in_2d_and_in_3d(config, monkeypatch):
+    """The same numbers, whichever kernel a width takes, and where the past is summed and not seen."""
+    z = noise(config)
+    wanted = decoded(made(config), z)
+    widths = [(m.in_channels, m.out_channels) for m in made(config).modules() if isinstance(m, CausalConv3d)]
+    few = {pair for pair in widths if 3 * pair[1] <= pair[0]}
+    assert few and len(set(widths) - few) > 3
+    for pairs, kind in ((tuple(widths), CausalConv3d.few), ((), property(lambda self: False))):
+        monkeypatch.setattr(CausalConv3d, "IN_3D", pairs)
+        monkeypatch.setattr(CausalConv3d, "few", kind)
+        assert (decoded(made(config), z) - wanted).norm() < 5e-6 * wanted.norm()
