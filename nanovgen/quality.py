@@ -9,8 +9,9 @@
 A clip is compared as latents, and as pixels before H.264. The truth is one rank in float32 (where it is not among --dtypes, one
 rank). The noise floor comes first: one rank, the same again, and two that add in another order (clips.py's FLOOR). A clip's floor
 is the distance of the farthest of them from the truth: by less, nothing that is right can be told from it. How much a prompt
-magnifies rounding differs tenfold, so a recipe's errors are counted in floors, clip by clip; their mean may be 1.1, in latents
-and in pixels. In float32 1e-5, by which right orders may differ, is right in any case, and pixels are held to one level of 255
+magnifies rounding differs tenfold, so a recipe's errors are counted in floors, clip by clip; their geometric mean may be 1.1,
+in latents and in pixels (of two equally right ways one is as often twice as far off as half as far: a plain mean would say 1.25).
+In float32 1e-5, by which right orders may differ, is right in any case, and pixels are held to one level of 255
 (where a value lies on the edge between two) or to what the floor's are off by: too few are off for a mean.
 """
 
@@ -63,6 +64,11 @@ def ratio(error: float, floor: float) -> float:
     return error / floor if floor else math.inf if error else 0.0
 
 
+def typical(ratios: tuple[float, ...]) -> float:
+    """Their geometric mean. Less than a quarter counts as one: a clip that comes out to the bit does not excuse another."""
+    return statistics.geometric_mean(max(r, 0.25) for r in ratios) if any(ratios) else 0.0
+
+
 def judge(rows: list[dict], dtype: str) -> dict:
     """Adds to each row its errors in floors, latents' and pixels', and whether they are within the limits; returns the floors."""
     ones, exact = [row["truth"] for row in rows if row["floor"]], dtype == "float32"
@@ -71,7 +77,7 @@ def judge(rows: list[dict], dtype: str) -> dict:
     for row in rows:
         each = row["truth"]["each"]
         ratios = [[ratio(*pair) for pair in zip(*clip, strict=True)] for clip in zip(each, floors, strict=True)]
-        latents, pixels = row["of_floor"] = [statistics.mean(column) for column in zip(*ratios, strict=True)]
+        latents, pixels = row["of_floor"] = [typical(column) for column in zip(*ratios, strict=True)]
         right = exact and max(error for error, _ in each) <= ORDERS
         row["within"] = (right or latents <= SLACK) and (row["truth"]["pixels"]["most"] <= most if exact else pixels <= SLACK)
     return {"dtype": dtype, "floors": floors, "rows": rows}

@@ -34,12 +34,19 @@ class StripStream(Stream):
         super().__init__()
         self.axis, self.dim, self.size = axis, dim, size  # size: latent columns (rows) of the whole picture
 
+    def edges(self, x: Tensor, both: bool) -> list[Tensor]:
+        """The neighbours' lines, the previous one's only with `both`; as all else, channels last."""
+        lying = x.permute(0, 2, 3, 4, 1)
+        first, last = (lying.narrow(self.dim - 1, i, 1) for i in (0, -1))
+        found = exchange_edges(first, last if both else None, self.axis)
+        return [line.permute(0, 4, 1, 2, 3) for line in found if line is not None]
+
     def border(self, x: Tensor) -> tuple[list[Tensor], tuple[int, int]]:
-        before, after = exchange_edges(x.narrow(self.dim, 0, 1), x.narrow(self.dim, -1, 1), self.axis)
+        before, after = self.edges(x, both=True)
         return [before, x, after], (0, 1) if self.dim == 3 else (1, 0)
 
     def border_after(self, x: Tensor) -> Tensor:
-        after = exchange_edges(x.narrow(self.dim, 0, 1), None, self.axis)[1]
+        (after,) = self.edges(x, both=False)
         return F.pad(torch.cat([x, after], dim=self.dim), (0, 1, 0, 0) if self.dim == 3 else (0, 0, 0, 1))
 
     def all_keys(self, kv: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ import glob
 import math
 import os
 import queue
-import re
 import shutil
 import subprocess
 import threading
@@ -94,10 +93,10 @@ def remove_parts(out: Path) -> None:
 
 def count_frames(path: Path) -> int:
     """Frames that a file holds, without decoding them (imageio_ffmpeg's own count decodes)."""
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-i", path, "-map", "0:v:0", "-c", "copy", "-f", "null", "-"]
-    said = subprocess.run(command, capture_output=True, text=True, errors="replace").stderr
-    found = re.findall(r"frame= *(\d+)", said)
-    return int(found[-1]) if found else 0
+    # A line for each frame, made for programs to read; what ffmpeg tells people differs from version to version.
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-i", path, "-map", "0:v:0", "-c", "copy", "-f", "framecrc", "-"]
+    said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace").stdout
+    return sum(not line.startswith("#") for line in said.splitlines())
 
 
 class VideoWriter:

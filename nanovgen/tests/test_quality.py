@@ -152,23 +152,25 @@ LIMITS = {  # the floor's rows; another row; within
     "float32, too far": ("float32", [row([1e-4, 3e-4], [1, 1]), row([2e-4, 1e-4], [1, 1])], row([2e-4, 3.7e-4], [1, 1]), False),
     "float32, two levels": ("float32", [row([1e-6], [0.1])], row([1e-6], [0.1], most=2), False),
     "float32, as the floor": ("float32", [row([1e-6], [0.1], most=2)], row([1e-6], [0.1], most=2), True),
-    "bfloat16": ("bfloat16", [row([0.01, 0.1], [2, 4])], row([0.015, 0.06], [2.2, 4.4], most=90), True),
-    "bfloat16, latents": ("bfloat16", [row([0.01, 0.1], [2, 4])], row([0.015, 0.08], [2, 4]), False),
-    "bfloat16, pixels": ("bfloat16", [row([0.01, 0.1], [2, 4])], row([0.01, 0.1], [1, 7]), False),
+    "bfloat16": ("bfloat16", [row([0.01, 0.1], [2, 4])], row([0.015, 0.06], [2.18, 4.36], most=90), True),
+    "bfloat16, twice and half": ("bfloat16", [row([0.01, 0.1], [2, 4])], row([0.005, 0.2], [8, 1]), True),
+    "bfloat16, latents": ("bfloat16", [row([0.01, 0.1], [2, 4])], row([0.015, 0.09], [2, 4]), False),
+    "bfloat16, pixels": ("bfloat16", [row([0.01, 0.1], [2, 4])], row([0.01, 0.1], [2, 7]), False),
+    "bfloat16, one to the bit": ("bfloat16", [row([0.01, 0.1], [2, 4])], row([0, 0.5], [2, 4]), False),
     "bfloat16, none": ("bfloat16", [row([0, 0], [0, 0])], row([0, 1e-9], [0, 0]), False),
 }
 
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits(name):
-    """The mean over the clips of an error by the largest of the floor's for that clip, 1.1; what float32 allows beside it."""
+    """The geometric mean over clips of an error by the largest of the floor's for it, 1.1; and what float32 allows beside."""
     dtype, ones, other, within = LIMITS[name]
     table = quality.judge([*(one | {"floor": True} for one in ones), dict(other)], dtype)
     assert [r["within"] for r in table["rows"]] == [True] * len(ones) + [within]
     assert table["floors"] == [[max(errors) for errors in zip(*clip, strict=True)] for clip in zip(*(
         one["truth"]["each"] for one in ones), strict=True)]  # fmt: skip
     if name == "bfloat16":
-        assert table["rows"][1]["of_floor"] == pytest.approx([(1.5 + 0.6) / 2, 1.1])
+        assert table["rows"][1]["of_floor"] == pytest.approx([0.9**0.5, 1.09])
 
 
 def test_keys_in_reverse_are_right_and_add_in_another_order():

@@ -79,6 +79,17 @@ def test_frames_are_counted_as_a_decode_counts_them(frames, tmp_path):
     assert video.count_frames(path) == video.count_frames(tmp_path / "none.mp4") == 0
 
 
+def test_what_ffmpeg_tells_people_is_not_read(tmp_path, monkeypatch):
+    """It differs from version to version: 7.0 counts no frames aloud where 9.0 does."""
+    mute = tmp_path / "ffmpeg"
+    mute.write_text(f'#!/bin/sh\nexec "{imageio_ffmpeg.get_ffmpeg_exe()}" "$@" 2> /dev/null\n')
+    mute.chmod(0o755)
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(mute))
+    with video.VideoWriter(tmp_path / "v.mp4", 64, 32, 8) as writer:
+        writer.write(video.to_pixels(clip(9)))
+    assert video.count_frames(tmp_path / "v.mp4") == 9
+
+
 def test_what_the_encoder_holds_back(tmp_path):
     """When the last of 60 frames comes a good part is in the file; with x264's own 40 frames ahead nothing was."""
     out, noise = tmp_path / "v.mp4", np.random.default_rng(0).integers(0, 256, (60, 192, 320, 3), np.uint8)

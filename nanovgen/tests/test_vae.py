@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import clip_world
@@ -18,7 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from nanovgen import checkpoint
 from nanovgen.job import find_vae_dtype
+from nanovgen.mesh import Axis
 from nanovgen.vae import VAE, CausalConv3d, Stream, VAEConfig
+from nanovgen.vae_parallel import StripStream
 
 NARROW = VAEConfig(base_dim=16)
 RESIDUAL = replace(NARROW, decoder_base_dim=32, z_dim=48, is_residual=True, patch_size=2)
@@ -124,8 +127,9 @@ def test_memory_of_a_decode(name, chunk, dtype):
 
 @pytest.mark.parametrize("name", FULL)
 @pytest.mark.parametrize("chunk", (1, 3))
-def test_no_convolution_turns_its_input_around(name, chunk, monkeypatch, one_thread):
-    """All is channels last, single frames and first chunks too: else a GPU copies each tensor before and after each layer.
+@pytest.mark.parametrize("strip", (None, 3, 4), ids=["whole", "rows", "columns"])
+def test_no_convolution_turns_its_input_around(name, chunk, strip, monkeypatch, one_thread):
+    """All is channels last, single frames, first chunks and strips too: else a GPU copies each tensor around each layer.
 
     So is each weight, which is used where it lies.
     """
@@ -151,12 +155,13 @@ def test_no_convolution_turns_its_input_around(name, chunk, monkeypatch, one_thr
     monkeypatch.setattr(F, "conv2d", conv2d)
     monkeypatch.setattr(F, "conv3d", conv3d)
     with torch.inference_mode():
-        video = torch.cat(list(model.decode(torch.randn(1, z, 4, 4, 6), chunk)), dim=2)
+        stream = Stream if strip is None else partial(StripStream, Axis("vae"), strip, (4, 6)[strip - 3])
+        video = torch.cat(list(model.decode(torch.randn(1, z, 4, 4, 6), chunk, stream())), dim=2)
         assert sum(turned) == 1 and turned[0]  # as latents come
         assert all(deep) and len(deep) > 5
         monkeypatch.setattr(F, "conv3d", real_3d)
         turned.clear()
-        model.encode(video, chunk)
+        model.encode(video, chunk, stream())
         assert not any(turned) and len(turned) > 30
 
 
