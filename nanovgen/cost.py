@@ -36,8 +36,8 @@ from nanovgen.vae import VAE, VAEConfig
 from nanovgen.wan import WanConfig
 
 GEMM_ROWS, GEMM_COLUMNS = 128, (256, 192, 128)  # tiles of a matrix product; a library takes the best of them
-REST = 95  # measured on two H200s, compiled: 263.6 ms a block less 184.9, 59.1 and 1.4 of cross-attention are 18.2 ms
-EAGER_REST = 253  # likewise, eager: 293.9 ms a block; with tensor parallelism, which compiled.py refuses
+REST = 31  # measured on H200s, compiled: a block's 228.4 ms (the mean of two cards) less 157.4, 63.9 and 1.1 are 6.0 ms
+EAGER_REST = 222  # likewise, eager: 292.8 ms a block, by cuDNN's attention; with tensor parallelism, which compiled.py refuses
 KERNEL = 3e-6  # seconds: the shortest kernel
 COPY = 8  # bytes an element of bf16: read and written before an all-to-all, and after it
 TEXT_ROWS = {"wan": 512, "cosmos": 1554}  # padded; a usual chat with our default negative prompt

@@ -41,14 +41,14 @@ class Machine:
 
 GB200 = Machine(
     "gb200-nvl72", domain=72, host=4, sms=152, tile=256, memory=186 * GIGA, stream=0.8 * 8 * TERA,
-    attention={"fa4": 1422 * TERA}, linear=0.735 * 2500 * TERA, link=502 * GIGA, shift=502 * GIGA, push=502 * GIGA,
-    across=50 * GIGA, latency=27 * MICRO, latency_across=40 * MICRO, ring_step=763 * MICRO,
+    attention={"fa4": 1298 * TERA}, linear=0.735 * 2500 * TERA, link=548 * GIGA, shift=548 * GIGA, push=548 * GIGA,
+    across=50 * GIGA, latency=27 * MICRO, latency_across=40 * MICRO, ring_step=786 * MICRO,
     decode={"wan": 223 * TERA, "cosmos": 480 * TERA}, vae_exchange=427 * MICRO, vae_hop=35.8 * MICRO, tail=53.4e6,
     read=5 * GIGA,
     sources={
         "memory, stream": "data sheet: 186 GB at 8 TB/s, of which an elementwise kernel gets 0.8",
         "sms, tile": "152 SMs; FlashAttention-4 takes two tiles of 128 queries at once (arXiv:2603.05451)",
-        "linear": "data sheet: 2.5 PFLOP/s dense bf16, times the share that Wan's matrices reach on our H200 (727 of 989)",
+        "linear": "data sheet: 2.5 PFLOP/s dense bf16, times the share that Wan's matrices reach on our H200 (cold: 727 of 989)",
         "attention, link, ring_step": "fitted to the article's denoise times: python -m nanovgen.plan --article",
         "shift, push": "as link: the article's times do not tell them apart",
         "latency": "the article's isolated exchange: (unfused - fused) / 2 is 32 us on 4 ranks and 21 on 8",
@@ -60,18 +60,18 @@ GB200 = Machine(
 )  # fmt: skip
 H200 = Machine(
     "h200-nvlink", domain=8, host=8, sms=132, tile=128, memory=141 * GIGA, stream=0.8 * 4.8 * TERA,
-    attention={"fa3": 676 * TERA, "cudnn": 574 * TERA}, linear=727 * TERA, link=249 * GIGA, shift=299 * GIGA, push=385 * GIGA,
-    across=50 * GIGA, latency=20 * MICRO, latency_across=40 * MICRO, ring_step=763 * MICRO,
-    decode={"wan": 177 * TERA, "cosmos": 497 * TERA}, vae_exchange=427 * MICRO, vae_hop=35.8 * MICRO, tail=53.4e6,
+    attention={"fa3": 676 * TERA, "cudnn": 574 * TERA}, linear=672 * TERA, link=249 * GIGA, shift=299 * GIGA, push=385 * GIGA,
+    across=50 * GIGA, latency=20 * MICRO, latency_across=40 * MICRO, ring_step=786 * MICRO,
+    decode={"wan": 203 * TERA, "cosmos": 497 * TERA}, vae_exchange=427 * MICRO, vae_hop=35.8 * MICRO, tail=53.4e6,
     read=5 * GIGA,
     sources={
         "memory, stream": "data sheet: 141 GB at 4.8 TB/s, of which an elementwise kernel gets 0.8",
         "sms, tile": "132 SMs; FlashAttention-3 takes 128 queries (arXiv:2407.08608)",
         "attention": "measured on two H200s, Wan A14B, 72,000 tokens, bf16: 184.9 ms a block by cuDNN; FlashAttention-3",
-        "linear": "measured there: 59.1 ms for a block's matrices (the best product of all: 790 TFLOP/s)",
+        "linear": "measured there, each as hot as in a forward: 63.9 ms for a block's matrices (cold: 59.1)",
         "link, shift, push": "measured there: all-to-all, send and receive each way, copy engine",
         "latency": "NCCL's usual, not measured",
-        "decode": "measured there, in bf16: run.py's 3.6 s for 81 frames (compiled 2.0 s); Cosmos3's compiled, 2.6 s for 77",
+        "decode": "measured there, in bf16: 77 frames of 1280x720 in 2.99 s, eager as run.py (compiled 1.65); Cosmos3's compiled, 2.6",
         "ring_step, vae_exchange, vae_hop, tail": "as the GB200's, not measured",
         "across, latency_across": "a 400 Gb/s port a GPU by its data sheet; not measured",
         "read": "as the GB200's, not measured",

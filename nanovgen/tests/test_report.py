@@ -65,7 +65,7 @@ def test_measured_rows_beside_predicted_ones(made):
     """A turn of cfg 2 is a whole forward; of Ulysses 2, half of one and its exchanges."""
     (_, name, seconds, half), (_, _, _, whole) = report.read_measured(made / "two.json")
     assert (name, seconds) == ("ul2", 5.5)
-    assert whole == pytest.approx(40 * 263.6e-3, rel=0.02) and 0.5 < half / whole < 0.55
+    assert whole == pytest.approx(40 * 263.6e-3, rel=0.03) and 0.5 < half / whole < 0.55
 
 
 def test_the_picture(made):
