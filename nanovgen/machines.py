@@ -71,7 +71,7 @@ H200 = Machine(
         "linear": "measured there, each as hot as in a forward: 63.9 ms for a block's matrices (cold: 59.1)",
         "link, shift, push": "measured there: all-to-all, send and receive each way, copy engine",
         "latency": "NCCL's usual, not measured",
-        "decode": "measured there, in bf16: 77 frames of 1280x720 in 2.99 s, eager as run.py (compiled 1.65); Cosmos3's compiled, 2.6",
+        "decode": "measured there, in bf16: 77 frames of 720p in 2.99 s, eager as run.py (compiled 1.65); Cosmos3's compiled 2.6",
         "ring_step, vae_exchange, vae_hop, tail": "as the GB200's, not measured",
         "across, latency_across": "a 400 Gb/s port a GPU by its data sheet; not measured",
         "read": "as the GB200's, not measured",
