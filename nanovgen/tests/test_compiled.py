@@ -121,3 +121,17 @@ def test_refusals(refused, write, recipe):
 def test_shapes_are_the_latent_frames():
     found = CompilationConfig(resolutions=([720, 1280],), num_frames=(80, 81)).shapes()
     assert found == [(1280, 720, 77), (1280, 720, 81)]
+
+
+def test_a_gelu_inside_the_product(one_thread):
+    """The operator as torch checks one; on a CPU it is the GELU of erf, and not used there, nor where gradients are wanted."""
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(24, 40), torch.randn(2, 7, 24)
+    with torch.no_grad():
+        torch.library.opcheck(compiled._linear_gelu, (x, linear.weight.detach(), linear.bias.detach()))
+        found = compiled._linear_gelu(x, linear.weight, linear.bias)
+        torch.testing.assert_close(found, torch.nn.functional.gelu(linear(x)))
+        tanh = torch.nn.functional.gelu(linear(x), approximate="tanh")
+        assert torch.equal(compiled.linear_gelu(linear, x), tanh) and not torch.allclose(found, tanh, atol=1e-5)
+    compiled.linear_gelu(linear, x).sum().backward()
+    assert linear.weight.grad.abs().sum() > 0
