@@ -138,7 +138,7 @@ def rank(job: Job, world: int, m: Machine, kernel: str, memory: float | None) ->
         terms, sent = cost.step(m, kernel, parallel, load), plan.bytes_sent(parallel, job.work, load.streams)
         parts = cost.request(m, load, sum(terms.values()), parallel.parallel_vae_size)
         if offload:
-            weights = sum(summary.weight_bytes(job, part) for part in summary.experts_of(job)) / parallel.tp_size
+            weights = sum(summary.weight_bytes(with_(job, parallel), part) for part in summary.experts_of(job))
             parts["read"] = weights / m.read
         found.append(Choice(parallel, terms, parts, sent, peak, offload))
     return Ranking(m, kernel, load, sorted(found, key=lambda c: c.total), refused, memory, min(too_large, default=None))

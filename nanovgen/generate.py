@@ -64,8 +64,7 @@ def load(job: Job, part: str, stages: Stages) -> nn.Module:
         return job.kept.parts[part]
     component, model = job.components[part], copy.deepcopy(job.models[part])
     total = sum(component.sizes[model.hub_name(name)] for name in model.state_dict())
-    if part != "vae" and part != "text_encoder":
-        model = tp.split(model, job.mesh.tp)
+    model = tp.split(model, job.mesh.tp)  # of denoisers and Cosmos3's text tower; others have nothing to cut
     with stages("load"), bar(job, total=total, unit="B", unit_scale=True, desc=f"load {part}") as progress:
         dtype = job.vae_dtype if part == "vae" else job.dtype
         model = checkpoint.load(model, component, job.device, dtype, progress.update)

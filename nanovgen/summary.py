@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from nanovgen import plan, push, scheduler
+from nanovgen import plan, push, scheduler, tp
 from nanovgen.checkpoint import final_dtype
 from nanovgen.job import Job, Kept, stored_schedule, warm_jobs
 from nanovgen.recipe import latent_frames
@@ -97,16 +97,18 @@ def describe_sends(job: Job) -> str:
 
 
 def weight_bytes(job: Job, part: str) -> int:
-    dtype = job.vae_dtype if part == "vae" else job.dtype
-    model = job.models[part]
-    return sum(p.numel() * final_dtype(model, name, dtype).itemsize for name, p in model.state_dict().items())
+    """On one rank's device."""
+    dtype, model, ranks = job.vae_dtype if part == "vae" else job.dtype, job.models[part], job.recipe.parallel_config.tp_size
+    cut = tp.cut(model) if ranks > 1 else ()
+    return sum(p.numel() * final_dtype(model, name, dtype).itemsize // (ranks if name in cut else 1)
+               for name, p in model.state_dict().items())  # fmt: skip
 
 
 def predicted_peak(job: Job, offload: bool = False) -> int:
     """Bytes on a device at the fullest moment: the text stage, denoising or the decode, by their largest tensors."""
     size = {part: weight_bytes(job, part) for part in job.models}
     experts = [size[part] for part in experts_of(job)] or [0]
-    denoiser = (max(experts) if offload else sum(experts)) // job.recipe.parallel_config.tp_size
+    denoiser = max(experts) if offload else sum(experts)
     texts, denoise, decode = size.get("text_encoder", size.get("text_tower", 0)), denoise_bytes(job), decode_bytes(job)
     if job.kept.everything:
         return texts + denoiser + size["vae"] + max(denoise, decode)

@@ -63,6 +63,9 @@ class SplitRMSNorm(nn.Module):
         return (x.float() * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype) * self.weight
 
 
+KINDS = ((ColumnLinear, "COLUMN"), (RowLinear, "ROW"), (SplitRMSNorm, "WIDE_NORM"))  # and where a class names its matrices
+
+
 def own_slice(model: nn.Module, name: str, whole: Tensor) -> Tensor:
     """This rank's part of a parameter, for weights that are in memory; the loader reads parts from files."""
     where, _, leaf = name.rpartition(".")
@@ -89,10 +92,19 @@ def split(model: nn.Module, axis: Axis) -> nn.Module:
         return model
     with torch.device("meta"):
         for module in list(model.modules()):
-            for kind, names in ((ColumnLinear, "COLUMN"), (RowLinear, "ROW"), (SplitRMSNorm, "WIDE_NORM")):
+            for kind, names in KINDS:
                 for name in getattr(module, names, ()):
                     setattr(module, name, kind(getattr(module, name), axis))
     return model
+
+
+def cut(model: nn.Module) -> set[str]:
+    """Names of the parameters that `split` cuts."""
+    found = set()
+    for where, module in model.named_modules():
+        for kind, names in KINDS:
+            found |= {f"{where}.{name}.{leaf}" for name in getattr(module, names, ()) for leaf in kind.SLICED}
+    return found
 
 
 if __name__ == "__main__":

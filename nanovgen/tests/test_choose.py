@@ -1,5 +1,6 @@
 """The planner: the model against what was published, its terms one by one, what it chooses, and what it refuses."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -7,9 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanovgen import article, checkpoint, choose, cost, machines, plan, summary
+from nanovgen import article, checkpoint, choose, cost, machines, plan, summary, tp
 from nanovgen.article import DECODE, FITTED, PREDICTED, RACK, RING_TO_GRID, Row, denoise, recipe
+from nanovgen.checkpoint import final_dtype
 from nanovgen.machines import GB200, H200
+from nanovgen.mesh import Axis
 from nanovgen.recipe import PRESETS, ParallelConfig
 from nanovgen.vae import VAE, VAEConfig
 
@@ -338,6 +341,25 @@ def test_run_refuses_what_does_not_fit(refused, monkeypatch):
     monkeypatch.setattr(choose, "place", lambda job, world: (H200, "", 3e9 + 1e6))
     line = refused()
     assert "no recipe of 1 ranks fits" in line and "--recipe tries one all the same" in line
+
+
+@pytest.mark.parametrize("model", ["tiny-wan", "tiny-cosmos"])
+def test_weights_of_a_tensor_parallel_rank(model):
+    """Counted as the loader cuts them, both of Cosmos3's towers too."""
+    job, _ = choose.asked(choose.parse(["--model", model, "--gpus", "2"]))
+    two = choose.with_(job, ParallelConfig(tp_size=2))
+    for part, whole in job.models.items():
+        cut = tp.split(copy.deepcopy(whole), Axis("tp", 2))
+        held = sum(p.numel() * final_dtype(cut, name, job.vae_dtype if part == "vae" else job.dtype).itemsize
+                   for name, p in cut.state_dict().items())  # fmt: skip
+        alone, found = (summary.weight_bytes(j, part) for j in (job, two))
+        assert found == held and (found < 0.7 * alone) == (part not in ("vae", "text_encoder")), part
+
+
+def test_two_towers_are_cut(ranked):
+    """Cosmos3-Super needs 66 GB on a rank, for one of its towers at a time, and half of that on each of two."""
+    found = ranked("--model", "cosmos3-super", "--gpus", 4, "--machine", "h200-nvlink", "--memory", 40)
+    assert {c.parallel.tp_size for c in found.choices} == {2, 4} and 33e9 < found.choices[0].memory < 37e9
 
 
 def test_memory_is_summarys():
