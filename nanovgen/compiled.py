@@ -3,9 +3,10 @@
     before | q, k, v | attend: the scheme, its kernel and its collectives | between | cross-attention | last
     ^^^^^^   ^^^^^^^                    as they are                         ^^^^^^^                     ^^^^    compiled
 
-A block's class names these methods in LOCAL. All blocks of a model share the code of a method and the shapes that go
-through it, so each is compiled once a shape, in the first block, and the rest of the model finds it ready. Shapes are
-fixed (dynamic=False): a shape never seen before costs a compilation, hence the warm-up, and `graphs` counts them.
+A class names these methods in LOCAL: blocks, the VAE's parts, and Wan for its last norm. All blocks of a model share the code
+of a method and the shapes that go through it, so each is compiled once a shape, in the first block, and the rest of the model
+finds it ready. Shapes are fixed (dynamic=False): a shape never seen before costs a compilation, hence the warm-up, and
+`graphs` counts them.
 
 A compiler leaves matrix products to cuBLAS and would run a GELU after one as a pass of its own; `linear_gelu` lets cuBLAS
 apply it before it writes the product.

@@ -37,7 +37,7 @@ from nanovgen.wan import WanConfig
 
 GEMM_ROWS, GEMM_COLUMNS = 128, (256, 192, 128)  # tiles of a matrix product; a library takes the best of them
 REST = 31  # measured on H200s, compiled: a block's 228.4 ms (the mean of two cards) less 157.4, 63.9 and 1.1 are 6.0 ms
-EAGER_REST = 222  # likewise, eager: 292.8 ms a block, by cuDNN's attention; with tensor parallelism, which compiled.py refuses
+EAGER_REST = 222  # with tp, which compiled.py refuses: 293.9 ms a block, eager, less 184.9 (cuDNN's), 63.9, 1.4; and a GELU's 1.0
 KERNEL = 3e-6  # seconds: the shortest kernel
 COPY = 8  # bytes an element of bf16: read and written before an all-to-all, and after it
 TEXT_ROWS = {"wan": 512, "cosmos": 1554}  # padded; a usual chat with our default negative prompt

@@ -11,8 +11,8 @@ rank). The noise floor comes first: one rank, the same again, and two that add i
 is the distance of the farthest of them from the truth: by less, nothing that is right can be told from it. How much a prompt
 magnifies rounding differs tenfold, so a recipe's errors are counted in floors, clip by clip; their geometric mean may be 1.1,
 in latents and in pixels (of two equally right ways one is as often twice as far off as half as far: a plain mean would say 1.25).
-In float32 1e-5, by which right orders may differ, is right in any case, and pixels are held to one level of 255
-(where a value lies on the edge between two) or to what the floor's are off by: too few are off for a mean.
+In float32 1e-5, by which right orders may differ, is right in any case, and pixels are held to one level of 255 (where a value
+lies on the edge between two) or to what the floor's are off by: too few are off for a mean.
 """
 
 import argparse

@@ -103,7 +103,8 @@ def cut(model: nn.Module) -> set[str]:
     found = set()
     for where, module in model.named_modules():
         for kind, names in KINDS:
-            found |= {f"{where}.{name}.{leaf}" for name in getattr(module, names, ()) for leaf in kind.SLICED}
+            leaves = [f"{name}.{leaf}" for name in getattr(type(module), names, ()) for leaf in kind.SLICED]
+            found |= {f"{where}.{leaf}" if where else leaf for leaf in leaves}
     return found
 
 

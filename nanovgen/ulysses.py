@@ -100,7 +100,7 @@ def start_to_heads(x: Tensor, axis: Axis, cut: Cut, pushed: bool = False) -> Pen
 
 
 def by_rank(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
-    """(b, s, H, d) -> (p, b, s, h, d), a view: what goes to each rank."""
+    """(b, s, H, d) -> (p, b, s, h, d): what goes to each rank; a view, but where chunks are padded or key heads repeated."""
     x = pad(spread(x, axis.size), 1, cut.chunk)
     check(x.shape[2], x.shape[2], axis.size)
     return rearrange(x, "b s (p h) d -> p b s h d", p=axis.size)  # H -> h

@@ -3,9 +3,10 @@
     2.1   video (b, 3, 1+4n, 8y, 8x) in [-1, 1]    <->  latents (b, 16, 1+n, y, x), normalised to mean 0 and std 1
     2.2   video (b, 3, 1+4n, 16y, 16x) in [-1, 1]  <->  latents (b, 48, 1+n, y, x), as Cosmos3 uses it
 
-Every convolution in time looks back only, so a clip can be coded in chunks of any length: a layer keeps the last
-frames of its input in `Stream.cache` and puts them before the next chunk. An empty past is zeros, which is the causal
-padding; so one long chunk and many short ones give the same numbers but for rounding, by one code path for both.
+Every convolution in time looks back only, so a clip can be coded in chunks of any length: a layer keeps the last frames of
+its input (few outputs: their products) in `Stream.cache` and puts them before the next chunk. An empty past is zeros, which
+is the causal padding; so one long chunk and many short ones give the same numbers but for rounding, by one code path for
+both.
 
 The first frame stands alone: temporal upsampling does not double it and temporal downsampling passes it by, so frame
 counts are 1 + 4n. In space, a 3x3 convolution needs a border of one row and column; `Stream.border` supplies it, zeros
@@ -115,6 +116,7 @@ def frames_last(h: Tensor, b: int) -> Tensor:
 
 
 def joined(parts: list[Tensor], dim: int) -> Tensor:
+    """What Stream.border gives, in one piece; not copied where it is one."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
@@ -126,7 +128,7 @@ class CausalConv3d(nn.Conv3d):
     chunk, so other chunks give the same numbers to rounding, not to the bit. The bias is apart: compiled, it costs no pass.
     """
 
-    LOCAL = ("window", "behind", "beside", "summed", "biased")  # what torch.compile takes (compiled.py)
+    LOCAL = ("window", "behind", "summed", "biased")  # what torch.compile takes (compiled.py)
     IN_3D = ((192, 192),)  # channels in, out. H200, 360x640, 4 frames: 3.2 ms; 2D 3.4, and 0.6 for the window of three frames
 
     @property
@@ -159,8 +161,7 @@ class CausalConv3d(nn.Conv3d):
     def past(self, parts: list[Tensor], stream: Stream) -> Tensor:
         """The frames before these, (b, c, reach, y, x), zeros at the start; keeps the last of these for the next chunk."""
         reach, frames = self.kernel_size[0] - 1, parts[0].shape[2]
-        last = [part[:, :, -reach:] for part in parts]
-        last = self.beside(last, stream.dim) if len(last) > 1 else last[0].clone()  # a view would keep the whole chunk
+        last = torch.cat([part[:, :, -reach:] for part in parts], dim=stream.dim)  # a copy: a view would keep the whole chunk
         if (past := stream.cache.get(self)) is None:
             shape = (*last.shape[:2], reach, *last.shape[3:])
             past = torch.empty(shape, dtype=last.dtype, device=last.device, memory_format=torch.channels_last_3d).zero_()
@@ -176,9 +177,6 @@ class CausalConv3d(nn.Conv3d):
         """(b, c, reach, y, x) and (b, c, f, y, x), in parts -> (b, (1 + reach) c, f, y, x): each frame's past before it."""
         both, frames = self.behind(past, parts, dim), parts[0].shape[2]
         return torch.cat([both[:, :, i : i + frames] for i in range(past.shape[2] + 1)], dim=1)
-
-    def beside(self, parts: list[Tensor], dim: int) -> Tensor:
-        return torch.cat(parts, dim=dim)
 
     def behind(self, past: Tensor, parts: list[Tensor], dim: int) -> Tensor:
         """The same -> (b, c, reach + f, y, x)"""

@@ -4,9 +4,9 @@
     rank 1's input       2 [3 4 5] 6              a 3x3 convolution needs one column more on each side: the halo
     picture's edge     . [0 1 2] 3                outside there are zeros, as in one piece
 
-The causal caches hold frames with their halo, so each column is sent once. Stride-2 convolutions reach one column to the
-right only. The middle attention keeps its own queries and gathers the keys and values of the frame. Nothing is blended:
-the strips are the serial decode's own numbers, and joining them is a concatenation.
+The causal caches hold frames with their halo (or sums over it), so each column is sent once. Stride-2 convolutions reach one
+column to the right only. The middle attention keeps its own queries and gathers the keys and values of the frame. Nothing is
+blended: the strips are the serial decode's own numbers, and joining them is a concatenation.
 
 Sends    per 3x3 convolution and neighbour one column, before it is doubled where the picture is: rows * frames * channels (to
          the previous one only where the stride is 2); per middle attention (p-1) * its strip's k, v; and the finished strip,

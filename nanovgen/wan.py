@@ -183,7 +183,7 @@ class Wan(nn.Module):
                  ("time_proj", "condition_embedder.time_proj"))  # fmt: skip
     # Weights that stay fp32 in a bf16 model, as in the reference: small, and bf16 would be seen in the result.
     FP32 = ("time_linear_", "scale_shift_table", "cross_norm")
-    LOCAL = ("head",)
+    LOCAL = ("head",)  # compiled.py
 
     def __init__(self, config: WanConfig):
         super().__init__()
