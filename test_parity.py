@@ -483,8 +483,8 @@ def test_broken_is_seen(name, truth, table):
 
 
 class NoHalo(vae_parallel.StripStream):
-    def border(self, x):
-        return [x], (1, 1)
+    def border(self, x, act):
+        return [act(x)], (1, 1)
 
 
 class Stale(dict):

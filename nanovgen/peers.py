@@ -63,7 +63,8 @@ def decoder(bench: Bench, vae: VAE, z: Tensor) -> dict | str:
         return "diffusers' VAE is timed at Wan 2.1's sizes only"
     with torch.device("meta"):
         peer = theirs_of.AutoencoderKLWan()
-    peer.load_state_dict({vae.hub_name(name): value for name, value in vae.state_dict().items()}, assign=True)
+    state = {vae.hub_name(name): value.contiguous() for name, value in vae.state_dict().items()}  # laid out as files give them
+    peer.load_state_dict(state, assign=True)
     mean, std = (torch.tensor(x, device=z.device).view(1, -1, 1, 1, 1) for x in (vae.config.latents_mean, vae.config.latents_std))
     raw, gpu = (z * std + mean).to(bench.vae_dtype), bench.device.type == "cuda"
     run = lambda: peer.decode(raw, return_dict=False)[0]  # noqa: E731

@@ -11,7 +11,8 @@ read; the first one does:
     which rank i signals after all that rank i issued before it started exchange n + AHEAD.
 
 So what `wait` gives may be read by all work issued before AHEAD more exchanges have been started, and at most AHEAD may be
-under way, waited for in their order. q, k and v of one layer are AHEAD exchanges, so a layer never meets the next one's.
+under way, waited for in their order. v, q and k of a layer are AHEAD exchanges; o's, the next, starts after the attention
+that reads them has been issued.
 
 Needs    one host, CUDA and peer access both ways; else `refusal` says what is missing, and the backend's collective is used.
          Extra memory: 2 AHEAD buffers of a shape, in place of the 3 that come and go.

@@ -16,7 +16,7 @@ Refuses  H % p != 0 (a head is not split); Hkv and p of which neither divides th
 
 Three ways, equal to the bit. `ulysses`: one exchange each for q, k, v. `ulysses_fused`: one exchange of the three stacked.
 `ulysses_async`: v, then q, then k, each under way while the next one is computed: pushed into the peers' memory by the copy
-engine where they reach it (push.py), by the backend's asynchronous all-to-all elsewhere.
+engine where they reach it (push.py), as o is on its way back; by the backend's asynchronous all-to-all elsewhere.
 
 A fourth, for float8 kernels with no further ranks inside, is what fused then means. `ulysses_rounded`: an all-reduce of each
 head's largest q, k and v (3 H numbers), then one exchange of the three in float8, a byte an element; o comes back as it is.
@@ -31,7 +31,7 @@ from einops import rearrange
 from torch import Tensor
 
 from nanovgen.attention import KV, Float8, Projection
-from nanovgen.mesh import Axis, Cut, Pending, all_reduce, all_to_all, pad, shard, start_all_to_all
+from nanovgen.mesh import Axis, Cut, Pending, all_reduce, pad, regroup, shard, start_all_to_all, words
 from nanovgen.push import Push
 
 Inner = Callable[[Tensor, Tensor, Tensor, KV | None], Tensor]
@@ -60,8 +60,9 @@ def ulysses(q: Projection, k: Projection, v: Projection, prefix: KV | None, axis
 
 def ulysses_fused(q: Projection, k: Projection, v: Projection, prefix: KV | None, axis: Axis, cut: Cut, inner: Inner) -> Tensor:
     """One exchange of the three, head by head: three times the bytes, a third of the calls."""
-    packed = torch.stack([by_rank(project(), axis, cut) for project in (q, k, v)], dim=-2)  # p b s h 3 d: one copy of each
-    qkv = to_heads(start_all_to_all(packed.flatten(-2), axis), axis, cut)  # b S h (3 d)
+    parts = [by_rank(project(), axis, cut) for project in (q, k, v)]
+    stacked = torch.stack([words(part) for part in parts], dim=-2).flatten(-2)  # p b s h (3 d): one copy of each
+    qkv = to_heads(start_all_to_all(stacked.view(parts[0].dtype), axis), axis, cut)  # b S h (3 d)
     return to_tokens(inner(*qkv.chunk(3, dim=-1), own_heads(prefix, axis)), axis, cut)
 
 
@@ -82,7 +83,7 @@ def ulysses_async(q: Projection, k: Projection, v: Projection, prefix: KV | None
     """v first: it has neither norm nor rotation, so it is ready soonest, and q and k are computed while it travels."""
     v_sent, q_sent, k_sent = (start_to_heads(project(), axis, cut, pushed=True) for project in (v, q, k))
     v, q, k = (to_heads(sent, axis, cut) for sent in (v_sent, q_sent, k_sent))
-    return to_tokens(inner(q, k, v, own_heads(prefix, axis)), axis, cut)
+    return to_tokens(inner(q, k, v, own_heads(prefix, axis)), axis, cut, pushed=True)
 
 
 def own_heads(prefix: KV | None, axis: Axis) -> KV | None:
@@ -107,14 +108,14 @@ def by_rank(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
 
 
 def to_heads(sent: Pending | Push, axis: Axis, cut: Cut) -> Tensor:
-    x = rearrange(sent.wait(), "p b s h d -> b (p s) h d")  # s -> S
+    x = regroup(sent.wait(), "p b s h d -> b (p s) h d")  # s -> S
     return x[:, : cut.real(cut.rank - axis.rank, axis.size)]
 
 
-def to_tokens(o: Tensor, axis: Axis, cut: Cut) -> Tensor:
+def to_tokens(o: Tensor, axis: Axis, cut: Cut, pushed: bool = False) -> Tensor:
     o = pad(o, 1, axis.size * cut.chunk)
-    o = all_to_all(rearrange(o, "b (p s) h d -> p b s h d", p=axis.size), axis)  # S -> s
-    return rearrange(o, "p b s h d -> b s (p h) d")[:, : cut.real(cut.rank)]  # h -> H
+    o = start_all_to_all(rearrange(o, "b (p s) h d -> p b s h d", p=axis.size), axis, pushed).wait()  # S -> s
+    return regroup(o, "p b s h d -> b s (p h) d")[:, : cut.real(cut.rank)]  # h -> H
 
 
 if __name__ == "__main__":

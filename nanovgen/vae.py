@@ -18,7 +18,7 @@ and frames move into channels and are averaged on the way down (DC-AE, arXiv:241
 Letters: b batch, c channels, f frames, y rows, x columns.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 
@@ -72,6 +72,13 @@ class VAEConfig:
         return self.patch * 2 ** (len(self.dim_mult) - 1)
 
 
+Act = Callable[[Tensor], Tensor]  # pixel by pixel
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
 class Stream:
     """What one pass over a clip remembers from chunk to chunk, and how it sees beyond its own columns."""
 
@@ -86,10 +93,10 @@ class Stream:
         self.cache[layer] = x[:, :, x.shape[2] - keep :].clone()  # a view would keep the whole chunk in memory
         return past
 
-    def border(self, x: Tensor) -> tuple[list[Tensor], tuple[int, int]]:
-        """x (b, c, f, y, x) between what lies beside it along `dim`, for a 3x3 convolution; and how many zero rows and
-        columns a side are still to add."""
-        return [x], (1, 1)
+    def border(self, x: Tensor, act: Act) -> tuple[list[Tensor], tuple[int, int]]:
+        """act(x), (b, c, f, y, x), between what lies beside it along `dim`, for a 3x3 convolution; and how many zero rows
+        and columns a side are still to add."""
+        return [act(x)], (1, 1)
 
     def border_after(self, x: Tensor) -> Tensor:
         """x with one more row at the bottom and one more column at the right, for the stride-2 convolutions."""
@@ -128,7 +135,7 @@ class CausalConv3d(nn.Conv3d):
     chunk, so other chunks give the same numbers to rounding, not to the bit. The bias is apart: compiled, it costs no pass.
     """
 
-    LOCAL = ("window", "behind", "summed", "biased")  # what torch.compile takes (compiled.py)
+    LOCAL = ("beside", "kept", "window", "behind", "summed", "biased")  # what torch.compile takes (compiled.py)
     IN_3D = ((192, 192),)  # channels in, out. H200, 360x640, 4 frames: 3.2 ms; 2D 3.4, and 0.6 for the window of three frames
 
     @property
@@ -138,48 +145,58 @@ class CausalConv3d(nn.Conv3d):
 
     @property
     def in_3d(self) -> bool:
-        return self.kernel_size == (3, 3, 3) and (self.in_channels, self.out_channels) in self.IN_3D
+        return self.kernel_size == (3, 3, 3) and not self.few and (self.in_channels, self.out_channels) in self.IN_3D
 
-    def forward(self, x: Tensor, stream: Stream) -> Tensor:
-        return self.biased(self.product(x, stream))
+    def forward(self, x: Tensor, stream: Stream, act: Act = same) -> Tensor:
+        return self.biased(self.product(x, stream, act))
 
     def biased(self, h: Tensor) -> Tensor:
         return h + self.bias[:, None, None, None]
 
-    def product(self, x: Tensor, stream: Stream) -> Tensor:
-        parts, zeros = stream.border(x) if self.kernel_size[1] == 3 else ([x], (0, 0))
-        if self.kernel_size[0] == 1:
-            return self.flat(joined(parts, stream.dim), zeros)
-        if self.few:
-            h = self.flat(joined(parts, stream.dim), zeros)
-            return self.summed(self.past([h], stream), h)
-        past = self.past(parts, stream)
+    def product(self, x: Tensor, stream: Stream, act: Act = same) -> Tensor:
+        """Of act(x): where x is a strip, borders travel while act runs."""
+        parts, zeros = stream.border(x, act) if self.kernel_size[1] == 3 else ([act(x)], (0, 0))
         if self.in_3d:
-            return F.conv3d(self.behind(past, parts, stream.dim), self.weight, padding=(0, *zeros))
-        return self.flat(self.window(past, parts, stream.dim), zeros)
+            return F.conv3d(self.behind(self.past(parts, stream), parts, stream.dim), self.weight, padding=(0, *zeros))
+        x = parts[0] if len(parts) == 1 else self.beside(parts, stream.dim)
+        if self.kernel_size[0] == 1:
+            return self.flat(x, zeros)
+        if self.few:
+            h = self.flat(x, zeros)
+            return self.summed(self.past([h], stream), h)
+        return self.flat(self.window(self.past(parts, stream), x), zeros)
+
+    def beside(self, parts: list[Tensor], dim: int) -> Tensor:
+        return torch.cat(parts, dim=dim)
 
     def past(self, parts: list[Tensor], stream: Stream) -> Tensor:
         """The frames before these, (b, c, reach, y, x), zeros at the start; keeps the last of these for the next chunk."""
-        reach, frames = self.kernel_size[0] - 1, parts[0].shape[2]
-        last = torch.cat([part[:, :, -reach:] for part in parts], dim=stream.dim)  # a copy: a view would keep the whole chunk
         if (past := stream.cache.get(self)) is None:
-            shape = (*last.shape[:2], reach, *last.shape[3:])
-            past = torch.empty(shape, dtype=last.dtype, device=last.device, memory_format=torch.channels_last_3d).zero_()
-        stream.cache[self] = last if frames >= reach else torch.cat([past[:, :, frames:], last], dim=2)
+            shape = list(parts[0].shape)
+            shape[2], shape[stream.dim] = self.kernel_size[0] - 1, sum(part.shape[stream.dim] for part in parts)
+            kind = dict(dtype=parts[0].dtype, device=parts[0].device)
+            past = torch.empty(shape, **kind, memory_format=torch.channels_last_3d).zero_()
+        stream.cache[self] = self.kept(past, parts, stream.dim)
         return past
+
+    def kept(self, past: Tensor, parts: list[Tensor], dim: int) -> Tensor:
+        """The last `reach` of those frames and these; a copy: a view would keep the whole chunk in memory."""
+        reach, frames = past.shape[2], parts[0].shape[2]
+        last = torch.cat([part[:, :, -reach:] for part in parts], dim=dim)
+        return last if frames >= reach else torch.cat([past[:, :, frames:], last], dim=2)
 
     def flat(self, x: Tensor, zeros: tuple[int, int]) -> Tensor:
         """As a 2D convolution, frame by frame."""
         weight = self.weight.movedim(2, 0).flatten(0, 1) if self.few else self.weight.movedim(2, 1).flatten(1, 2)
         return frames_last(F.conv2d(frames_first(x), weight, padding=zeros), x.shape[0])
 
-    def window(self, past: Tensor, parts: list[Tensor], dim: int) -> Tensor:
-        """(b, c, reach, y, x) and (b, c, f, y, x), in parts -> (b, (1 + reach) c, f, y, x): each frame's past before it."""
-        both, frames = self.behind(past, parts, dim), parts[0].shape[2]
-        return torch.cat([both[:, :, i : i + frames] for i in range(past.shape[2] + 1)], dim=1)
+    def window(self, past: Tensor, x: Tensor) -> Tensor:
+        """(b, c, reach, y, x) and (b, c, f, y, x) -> (b, (1 + reach) c, f, y, x): each frame's past before it."""
+        both = torch.cat([past, x], dim=2)
+        return torch.cat([both[:, :, i : i + x.shape[2]] for i in range(past.shape[2] + 1)], dim=1)
 
     def behind(self, past: Tensor, parts: list[Tensor], dim: int) -> Tensor:
-        """The same -> (b, c, reach + f, y, x)"""
+        """(b, c, reach, y, x) and (b, c, f, y, x), in parts -> (b, c, reach + f, y, x)."""
         return torch.cat([past, joined(parts, dim)], dim=2)
 
     def summed(self, past: Tensor, h: Tensor) -> Tensor:
@@ -216,8 +233,8 @@ class ResBlock(nn.Module):
         self.conv_shortcut = CausalConv3d(c_in, c_out, 1) if c_in != c_out else None
 
     def forward(self, x: Tensor, stream: Stream) -> Tensor:
-        h = self.conv1.product(self.norm1.silu(x), stream)
-        h = self.conv2.product(self.between(h), stream)
+        h = self.conv1.product(x, stream, self.norm1.silu)
+        h = self.conv2.product(h, stream, self.between)
         return self.last(h, x if self.conv_shortcut is None else self.conv_shortcut(x, stream))
 
     def between(self, h: Tensor) -> Tensor:
@@ -294,18 +311,18 @@ class Upsample(nn.Module):
             if later.shape[2]:
                 later = self.spread(self.time_conv(later, stream))
                 x = torch.cat([x[:, :, :1], later], dim=2) if first else later
-        parts, zeros = stream.border(x)
-        h = self.double(parts, stream.dim)
-        return self.biased(frames_last(F.conv2d(frames_first(h), self.conv.weight, padding=zeros), b))
+        parts, zeros = stream.border(x, same)
+        return self.biased(frames_last(F.conv2d(self.double(parts, stream.dim), self.conv.weight, padding=zeros), b))
 
     def spread(self, h: Tensor) -> Tensor:
         return channels_last(rearrange(h, "b (two c) f y x -> b c (f two) y x", two=2))
 
     def double(self, parts: list[Tensor], dim: int) -> Tensor:
-        """A neighbour's line is doubled with the rest; one of the two is needed."""
-        x = joined(parts, dim)
-        h = frames_last(F.interpolate(frames_first(x), scale_factor=2, mode="nearest-exact"), x.shape[0])
-        return h if len(parts) == 1 else channels_last(h.narrow(dim, 1, h.shape[dim] - 2))
+        """-> ((b f), c, 2y, 2x), and a neighbour's line at both ends, which is doubled along itself only."""
+        line = (2, 1) if dim == 4 else (1, 2)
+        scales = [(2, 2)] if len(parts) == 1 else [line, (2, 2), line]
+        pairs = zip(parts, scales, strict=True)
+        return joined([F.interpolate(frames_first(x), scale_factor=s, mode="nearest-exact") for x, s in pairs], dim - 1)
 
     def biased(self, h: Tensor) -> Tensor:
         return h + self.conv.bias[:, None, None, None]
@@ -373,7 +390,7 @@ class Encoder(nn.Module):
         for stage in self.stages:
             x = stage(x, stream)
         x = self.mid(x, stream)  # 1/4 of the frames, 1/8 of rows and columns
-        return self.conv_out(self.norm_out.silu(x), stream)
+        return self.conv_out(x, stream, self.norm_out.silu)
 
 
 class Decoder(nn.Module):
@@ -395,7 +412,7 @@ class Decoder(nn.Module):
         x = self.mid(self.conv_in(z, stream), stream)
         for stage in self.stages:
             x = stage(x, stream)
-        return self.conv_out(self.norm_out.silu(x), stream)
+        return self.conv_out(x, stream, self.norm_out.silu)
 
 
 @cache

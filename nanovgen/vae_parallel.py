@@ -15,14 +15,14 @@ Source   halo exchange; the scheme of Mochi's context-parallel VAE, in space.
 Refuses  more ranks than latent columns (rows).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovgen.mesh import Axis, Pending, exchange_edges, pad, start_all_gather
-from nanovgen.vae import VAE, Stream
+from nanovgen.mesh import Axis, Pending, pad, start_all_gather, start_edges
+from nanovgen.vae import VAE, Act, Stream
 
 DIMS = {"height": 3, "width": 4}
 
@@ -34,19 +34,20 @@ class StripStream(Stream):
         super().__init__()
         self.axis, self.dim, self.size = axis, dim, size  # size: latent columns (rows) of the whole picture
 
-    def edges(self, x: Tensor, both: bool) -> list[Tensor]:
-        """The neighbours' lines, the previous one's only with `both`; as all else, channels last."""
-        lying = x.permute(0, 2, 3, 4, 1)
-        first, last = (lying.narrow(self.dim - 1, i, 1) for i in (0, -1))
-        found = exchange_edges(first, last if both else None, self.axis)
-        return [line.permute(0, 4, 1, 2, 3) for line in found if line is not None]
+    def start_edges(self, first: Tensor, last: Tensor | None) -> Callable[[], list[Tensor]]:
+        """Lend the neighbours these lines; what is returned waits for theirs. As all else they lie channels last."""
+        lying = (None if line is None else line.permute(0, 2, 3, 4, 1) for line in (first, last))
+        sent = start_edges(*lying, self.axis)
+        return lambda: [line.permute(0, 4, 1, 2, 3) for line in sent.wait() if line is not None]
 
-    def border(self, x: Tensor) -> tuple[list[Tensor], tuple[int, int]]:
-        before, after = self.edges(x, both=True)
-        return [before, x, after], (0, 1) if self.dim == 3 else (1, 0)
+    def border(self, x: Tensor, act: Act) -> tuple[list[Tensor], tuple[int, int]]:
+        wait = self.start_edges(act(x.narrow(self.dim, 0, 1)), act(x.narrow(self.dim, -1, 1)))
+        own = act(x)  # while they travel
+        before, after = wait()
+        return [before, own, after], (0, 1) if self.dim == 3 else (1, 0)
 
     def border_after(self, x: Tensor) -> Tensor:
-        (after,) = self.edges(x, both=False)
+        (after,) = self.start_edges(x.narrow(self.dim, 0, 1), None)()
         return F.pad(torch.cat([x, after], dim=self.dim), (0, 1, 0, 0) if self.dim == 3 else (0, 0, 0, 1))
 
     def all_keys(self, kv: Tensor) -> Tensor:
@@ -61,9 +62,9 @@ class Ledger(Stream):
         super().__init__()
         self.dim, self.both, self.one, self.keys = dim, 0, 0, 0
 
-    def border(self, x: Tensor) -> tuple[list[Tensor], tuple[int, int]]:
+    def border(self, x: Tensor, act: Act) -> tuple[list[Tensor], tuple[int, int]]:
         self.both += x.numel() // x.shape[self.dim]
-        return super().border(x)
+        return super().border(x, act)
 
     def border_after(self, x: Tensor) -> Tensor:
         self.one += x.numel() // x.shape[self.dim]

@@ -198,9 +198,9 @@ class Counting(cost.vae_parallel.Ledger):
         super().__init__(4)
         self.borders = 0
 
-    def border(self, x):
+    def border(self, x, act):
         self.borders += 1
-        return super().border(x)
+        return super().border(x, act)
 
 
 # What is chosen

@@ -58,15 +58,35 @@ def try_collectives(axis: Axis, row: list[int]) -> None:
     exact(mesh.all_reduce(mine, axis, largest=True), torch.stack(theirs).amax(0))
     exact(mesh.start_shift(mine, axis).wait(), theirs[r - 1])
     first, last = numbers(own_rank(), 4, 1), numbers(own_rank() + 10, 4, 1)
-    before, after = mesh.exchange_edges(first.t(), last.t(), axis)
+    before, after = mesh.start_edges(first.t(), last.t(), axis).wait()
     exact(before, numbers(row[r - 1] + 10, 4, 1).t() if r else torch.zeros(1, 4))
     exact(after, numbers(row[r + 1], 4, 1).t() if r < p - 1 else torch.zeros(1, 4))
-    before, after = mesh.exchange_edges(first.t(), None, axis)
+    before, after = mesh.start_edges(first.t(), None, axis).wait()
     assert before is None
     exact(after, numbers(row[r + 1], 4, 1).t() if r < p - 1 else torch.zeros(1, 4))
     exact(mine, numbers(own_rank(), p, 3, 4))  # nothing wrote into what was given
     exact(mesh.broadcast(mine.contiguous(), axis), theirs[0])
     exact(mesh.broadcast(mine, axis), theirs[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8])
+def test_words(dtype):
+    """Whatever lies behind a view, a copy by words is the copy number by number; and what can go by words does."""
+    draw, wide = random.Random(0), 0
+    n = 16 // dtype.itemsize
+    memory = torch.randint(0, 100, (4096,)).to(dtype)
+    for _ in range(300):
+        last, step = draw.choice([1, 3, n, 2 * n]), draw.choice([1, 1, 1, 2])
+        shape = [draw.randint(1, 3), 2, draw.randint(0, 3), last]
+        stride = [draw.choice([1, n, 2 * n, 3 * n + 1]) * draw.randint(0, 3) for _ in range(3)] + [step]
+        x = memory.as_strided(shape, stride, draw.choice([0, n, 3]))
+        wide += mesh.words(x).dtype == torch.complex128
+        assert torch.equal(mesh.packed(x), x) and mesh.packed(x).is_contiguous() and mesh.packed(x).dtype == dtype
+        wanted = x.permute(1, 0, 2, 3).flatten(1, 2)
+        assert torch.equal(mesh.regroup(x, "a b c d -> b (a c) d"), wanted)
+    assert 5 < wide < 295
+    heads = torch.empty(1, 6, 4, 128, dtype=dtype).unflatten(2, (2, 2)).movedim(2, 0)  # what Ulysses sends
+    assert mesh.words(heads).dtype == torch.complex128 and mesh.words(torch.tensor(1.0)).dtype == torch.float32
 
 
 @pytest.mark.parametrize(("ranks", "groups"), GROUPS)

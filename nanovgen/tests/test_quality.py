@@ -98,7 +98,7 @@ def test_ranks_of_torchrun(wide_folder, recipe, tmp_path):
 BROKEN = """
 from nanovgen import attention, vae_parallel
 attention.merge = lambda parts, _: (sum(o for o, _ in parts) / len(parts), parts[0][1])
-vae_parallel.StripStream.border = lambda self, x: ([x], (1, 1))
+vae_parallel.StripStream.border = lambda self, x, act: ([act(x)], (1, 1))
 """
 
 

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanovgen import checkpoint
+from nanovgen import checkpoint, vae_parallel
 from nanovgen.job import find_vae_dtype
 from nanovgen.mesh import Axis
 from nanovgen.vae import VAE, CausalConv3d, Stream, VAEConfig
@@ -177,3 +177,26 @@ def test_a_convolution_in_2d_and_in_3d(config, monkeypatch):
         monkeypatch.setattr(CausalConv3d, "IN_3D", pairs)
         monkeypatch.setattr(CausalConv3d, "few", kind)
         assert (decoded(made(config), z) - wanted).norm() < 5e-6 * wanted.norm()
+
+
+def test_borders_travel_while_the_norm_runs(monkeypatch):
+    """Each convolution sends its lines, ready, before the whole strip is normed, and waits for the others' after it."""
+    said, shape = [], (1, 24, 2, 4, 6)
+
+    class Sent:
+        def __init__(self, *lines):
+            said.append([tuple(line.shape) for line in lines])
+            self.lines = [torch.zeros_like(line) for line in lines]
+
+        def wait(self):
+            said.append("wait")
+            return self.lines
+
+    def act(x):
+        said.append(tuple(x.shape))
+        return x
+
+    monkeypatch.setattr(vae_parallel, "start_edges", lambda first, last, axis: Sent(first, last))
+    CausalConv3d(24, 24, 3).product(torch.randn(shape), StripStream(Axis("vae"), 4, 6), act)
+    line = (1, 24, 2, 4, 1)
+    assert said == [line, line, [(1, 2, 4, 1, 24)] * 2, shape, "wait"]
