@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+SHAPES = 128  # of a method, where torch would give up beyond 8: a VAE's norm meets 68 in strips
 SEARCHED = {"coordinate_descent_tuning": True}  # tile sizes are searched: norms over 5120 channels get a quarter faster
 
 
@@ -33,7 +34,7 @@ def compile_blocks(model: nn.Module, options: dict | None = None) -> nn.Module:
 
     SEARCHED pays for a denoiser, which has few shapes and many steps; a VAE has dozens, and would search for minutes.
     """
-    torch._dynamo.config.recompile_limit = 64  # shapes a method: a VAE's have about 20, and beyond 8 torch would give up
+    torch._dynamo.config.recompile_limit = SHAPES
     for module in model.modules():
         for name in getattr(module, "LOCAL", ()):
             setattr(module, name, torch.compile(getattr(module, name), dynamic=False, options=options))

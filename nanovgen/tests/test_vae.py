@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanovgen import checkpoint, vae_parallel
+from nanovgen import checkpoint, compiled, vae_parallel
 from nanovgen.job import find_vae_dtype
 from nanovgen.mesh import Axis
-from nanovgen.vae import VAE, CausalConv3d, Stream, VAEConfig
+from nanovgen.vae import VAE, CausalConv3d, Norm, ResBlock, Stream, Upsample, VAEConfig
 from nanovgen.vae_parallel import StripStream
 
 NARROW = VAEConfig(base_dim=16)
@@ -200,3 +200,31 @@ def test_borders_travel_while_the_norm_runs(monkeypatch):
     CausalConv3d(24, 24, 3).product(torch.randn(shape), StripStream(Axis("vae"), 4, 6), act)
     line = (1, 24, 2, 4, 1)
     assert said == [line, line, [(1, 2, 4, 1, 24)] * 2, shape, "wait"]
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_shapes_that_a_compiled_method_meets(name, monkeypatch):
+    """In strips, with a first chunk, later ones and a shorter last one: beyond compiled.SHAPES a method would stay eager."""
+    seen = {}
+
+    def noted(kind, method, real):
+        def call(self, *given):
+            shapes = tuple(tuple(x.shape) for x in tree_leaves(given) if isinstance(x, torch.Tensor))
+            seen.setdefault((kind.__name__, method), set()).add(shapes)
+            return real(self, *given)
+
+        return call
+
+    for kind in (CausalConv3d, Norm, ResBlock, Upsample):
+        for method in kind.LOCAL:
+            monkeypatch.setattr(kind, method, noted(kind, method, getattr(kind, method)))
+    monkeypatch.setattr(StripStream, "all_keys", lambda self, kv: kv)
+    with torch.device("meta"):
+        model = VAE(FULL[name])
+        stream, (y, x) = StripStream(Axis("vae"), 4, 6), (4 * model.config.scale, 6 * model.config.scale)
+        for part in torch.empty(1, model.config.z_dim, 5, 4, 6).split(2, dim=2):
+            model.decoder(part, stream)
+        model.moments(torch.empty(1, 3, 17, y, x), 2, StripStream(Axis("vae"), 4, 6))
+    counts = {".".join(key): len(shapes) for key, shapes in seen.items()}
+    print(name, counts)
+    assert len(counts) > 10 and 30 < max(counts.values()) < compiled.SHAPES
