@@ -34,20 +34,20 @@ class StripStream(Stream):
         super().__init__()
         self.axis, self.dim, self.size = axis, dim, size  # size: latent columns (rows) of the whole picture
 
-    def start_edges(self, first: Tensor, last: Tensor | None) -> Callable[[], list[Tensor]]:
-        """Lend the neighbours these lines; what is returned waits for theirs. As all else they lie channels last."""
+    def lend(self, first: Tensor, last: Tensor | None) -> Callable[[], list[Tensor]]:
+        """Send the neighbours these lines; what is returned waits for theirs. As all else they lie channels last."""
         lying = (None if line is None else line.permute(0, 2, 3, 4, 1) for line in (first, last))
         sent = start_edges(*lying, self.axis)
         return lambda: [line.permute(0, 4, 1, 2, 3) for line in sent.wait() if line is not None]
 
     def border(self, x: Tensor, act: Act) -> tuple[list[Tensor], tuple[int, int]]:
-        wait = self.start_edges(act(x.narrow(self.dim, 0, 1)), act(x.narrow(self.dim, -1, 1)))
+        wait = self.lend(act(x.narrow(self.dim, 0, 1)), act(x.narrow(self.dim, -1, 1)))
         own = act(x)  # while they travel
         before, after = wait()
         return [before, own, after], (0, 1) if self.dim == 3 else (1, 0)
 
     def border_after(self, x: Tensor) -> Tensor:
-        (after,) = self.start_edges(x.narrow(self.dim, 0, 1), None)()
+        (after,) = self.lend(x.narrow(self.dim, 0, 1), None)()
         return F.pad(torch.cat([x, after], dim=self.dim), (0, 1, 0, 0) if self.dim == 3 else (0, 0, 0, 1))
 
     def all_keys(self, kv: Tensor) -> Tensor:
