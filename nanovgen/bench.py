@@ -192,8 +192,11 @@ def idle(f: Callable[[], object]) -> float:
 # The VAE, the exchange
 
 
-def bench_vae(bench: Bench, chunks: list[int], world: int, peer: bool) -> tuple[list[dict], dict | str | None]:
-    """Decoding the clip's latents, a chunk size at a time, on one rank and by strips on all of them; and diffusers' decode."""
+def bench_vae(bench: Bench, chunks: list[int], world: int, peer: bool, say: Callable) -> tuple[list[dict], dict | str | None]:
+    """Decoding the clip's latents, a chunk size at a time, on one rank and by strips on all of them; and diffusers' decode.
+
+    Each is said as soon as it is known: compiling for the next one can take a minute.
+    """
     vae = random_vae(bench)
     z = torch.randn(1, bench.preset.latent[0], *bench.latent, generator=torch.Generator().manual_seed(0)).to(bench.device)
     meshes, found = {1: Mesh()}, []
@@ -210,6 +213,8 @@ def bench_vae(bench: Bench, chunks: list[int], world: int, peer: bool) -> tuple[
             seconds = alone(decode, bench.device, bench.steps)
             peak = torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else None
             found.append({"ranks": degree, "chunk": chunk, "seconds": seconds, "peak_bytes": peak})
+            memory, dtype = f", {peak / 1e9:.1f} GB" if peak else "", str(bench.vae_dtype)[6:]
+            say(f"decode    {degree} ranks, chunk {chunk}, {dtype}: {seconds:.3f} s{memory}")
     return found, theirs
 
 
@@ -392,11 +397,7 @@ def measure(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig]
         whole = None
         gc.collect()
     if args.vae:
-        report["vae"], report["vae_peer"] = bench_vae(bench, args.chunks, world, bool(args.peer))
-        for row in report["vae"]:
-            memory = f", {row['peak_bytes'] / 1e9:.1f} GB" if gpu else ""
-            dtype = str(bench.vae_dtype)[6:]
-            say(f"decode    {row['ranks']} ranks, chunk {row['chunk']}, {dtype}: {row['seconds']:.3f} s{memory}")
+        report["vae"], report["vae_peer"] = bench_vae(bench, args.chunks, world, bool(args.peer), say)
         if report["vae_peer"]:
             say(f"diffusers {report['vae_peer']}")
     if args.exchange:

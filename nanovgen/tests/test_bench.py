@@ -88,6 +88,16 @@ def test_a_peers_decode_has_its_own_layout(monkeypatch):
     assert not all(p.is_contiguous() for p in ours.parameters())
 
 
+def test_decodes_are_said_as_they_come(monkeypatch):
+    """Not after the last one, for which a GPU may compile longer than one waits."""
+    said = []
+    monkeypatch.setattr(bench, "alone", lambda *_: said.append("timed") or 1.0)
+    small = replace(PRESETS["tiny-wan"], vae=dict(base_dim=8))
+    made = floor.Bench(small, WanConfig(), (2, 2, 2), 1, torch.device("cpu"), torch.float32, "cpu", False, 1, 0)
+    bench.bench_vae(made, [1, 2], 1, False, said.append)
+    assert [line.split()[0] for line in said] == ["timed", "decode"] * 2
+
+
 def test_a_peer_that_is_not_here(run, monkeypatch):
     def absent(name: str) -> None:
         raise ImportError(name)
