@@ -28,7 +28,7 @@ from einops import rearrange
 from torch import Tensor
 
 from nanovgen.attention import KV, Kernel, Merge, after, attention, merge
-from nanovgen.mesh import Axis, Cut, Pending, all_reduce, all_to_all, pad, reduce_scatter, shard, start_all_gather
+from nanovgen.mesh import Axis, Cut, Pending, all_reduce, all_to_all, pad, reduce_scatter, regroup, shard, start_all_gather
 
 Axes = tuple[Axis, Axis]  # (q_axis, kv_axis)
 
@@ -90,7 +90,7 @@ def whole(sent: Pending, axes: Axes, cut: Cut, of_row: bool) -> Tensor:
     else:
         owners = [i * q_axis.size + q_axis.rank for i in range(kv_axis.size)]
     real = sum(cut.real(owner * width, width) for owner in owners)  # short blocks come last in any ascending set
-    return rearrange(sent.wait(), "p b n h d -> b (p n) h d")[:, :real]
+    return regroup(sent.wait(), "p b n h d -> b (p n) h d")[:, :real]
 
 
 def own_slice(prefix: KV | None, row: Axis) -> KV | None:

@@ -201,6 +201,8 @@ def bench_vae(bench: Bench, chunks: list[int], world: int, peer: bool, say: Call
     z = torch.randn(1, bench.preset.latent[0], *bench.latent, generator=torch.Generator().manual_seed(0)).to(bench.device)
     meshes, found = {1: Mesh()}, []
     theirs = peers.decoder(bench, vae, z) if peer and world == 1 else None
+    if theirs:
+        say(f"diffusers {theirs}")
     if bench.compile:
         compiled.compile_blocks(vae)
     if world > 1:
@@ -398,8 +400,6 @@ def measure(args: argparse.Namespace, bench: Bench, chosen: list[ParallelConfig]
         gc.collect()
     if args.vae:
         report["vae"], report["vae_peer"] = bench_vae(bench, args.chunks, world, bool(args.peer), say)
-        if report["vae_peer"]:
-            say(f"diffusers {report['vae_peer']}")
     if args.exchange:
         shape = ARTICLE | {"tokens": args.exchange_tokens}
         report["exchange"] = bench_exchange(bench.device, bench.dtype, world, shape, 50 if gpu else bench.steps)

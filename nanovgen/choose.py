@@ -126,7 +126,7 @@ def rank(job: Job, world: int, m: Machine, kernel: str, memory: float | None) ->
             if parallel.cfg_size > load.streams:
                 raise ValueError("without guidance there is one stream, and half of the ranks would do what the others do")
             compiled.check(job.recipe.torch_compile_config.enable, parallel.tp_size)
-            peak, offload = needs(same)
+            peak, offload, experts = needs(same)
             if room is not None and peak > room:
                 too_large.append(peak)
                 raise ValueError(f"needs {gigabytes(peak + summary.RESERVED)} GB and a card has {gigabytes(memory)}")
@@ -138,16 +138,16 @@ def rank(job: Job, world: int, m: Machine, kernel: str, memory: float | None) ->
         terms, sent = cost.step(m, kernel, parallel, load), plan.bytes_sent(parallel, job.work, load.streams)
         parts = cost.request(m, load, sum(terms.values()), parallel.parallel_vae_size)
         if offload:
-            weights = sum(summary.weight_bytes(with_(job, parallel), part) for part in summary.experts_of(job))
-            parts["read"] = weights / m.read
+            parts["read"] = experts / m.read
         found.append(Choice(parallel, terms, parts, sent, peak, offload))
     return Ranking(m, kernel, load, sorted(found, key=lambda c: c.total), refused, memory, min(too_large, default=None))
 
 
-def needed(job: Job, room: float | None) -> tuple[int, bool]:
-    """Bytes of tensors on a device, and whether it takes one expert at a time to be so few."""
+def needed(job: Job, room: float | None) -> tuple[int, bool, int]:
+    """Bytes of tensors on a device, whether it takes one expert at a time to be so few, and the bytes of all experts."""
     offload = summary.offloads(job, math.inf if room is None else room)
-    return summary.predicted_peak(job, offload), offload
+    experts = sum(summary.weight_bytes(job, part) for part in summary.experts_of(job))
+    return summary.predicted_peak(job, offload), offload, experts
 
 
 def with_(job: Job, parallel: ParallelConfig) -> Job:

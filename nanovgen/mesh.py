@@ -197,7 +197,7 @@ def unshard(x: Tensor, axis: Axis, dim: int, size: int) -> Tensor:
     return torch.cat(parts.unbind(0), dim=dim).narrow(dim, 0, size)
 
 
-# Collectives. The leading dim is the axis; `wait` of the asynchronous ones gives the result.
+# Copies
 
 
 def words(x: Tensor) -> Tensor:
@@ -212,13 +212,16 @@ def words(x: Tensor) -> Tensor:
 
 
 def packed(x: Tensor) -> Tensor:
-    """x, contiguous."""
+    """x, contiguous: what collectives send."""
     return x if x.is_contiguous() else words(x).contiguous().view(x.dtype)
 
 
-def regroup(x: Tensor, pattern: str, **sizes: int) -> Tensor:
+def regroup(x: Tensor, pattern: str) -> Tensor:
     """einops' rearrange with the last dim in its place; what it copies, it copies in words."""
-    return rearrange(words(x), pattern, **sizes).view(x.dtype)
+    return rearrange(words(x), pattern).view(x.dtype)
+
+
+# Collectives. The leading dim is the axis; `wait` of the asynchronous ones gives the result.
 
 
 class Pending:
@@ -281,7 +284,7 @@ def all_reduce(x: Tensor, axis: Axis, largest: bool = False) -> Tensor:
     """The sum (or the maximum) over ranks; counted as a reduce-scatter and an all-gather."""
     if axis.size == 1:
         return x
-    x = x.contiguous().clone()
+    x = x.clone(memory_format=torch.contiguous_format)
     axis.count("all_reduce", 2 * x.numel() * (axis.size - 1) // axis.size, x.itemsize)
     dist.all_reduce(x, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=axis.group)
     return x

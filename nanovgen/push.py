@@ -1,7 +1,7 @@
 """Pushes: an all-to-all whose ranks write into each other's memory by their copy engines, beside the compute stream.
 
-    compute stream | v | q ------ | k ------ | wait: v, q, k |  attend          entry j of v lands in rank j's slot,
-    side stream    |   | push v   | push q   | push k        |                  then rank j's signal is raised
+    compute stream | v | q ------ | k ------ | wait: v, q, k | attend | wait: o |    entry j of v lands in rank j's slot,
+    side stream    |   | push v   | push q   | push k        |        | push o  |    then rank j's signal is raised
 
 A `Pusher` belongs to one row of ranks and keeps, for each shape, 2 x AHEAD receive slots that all its ranks can address
 (torch's symmetric memory). Exchange n uses slot n mod (2 AHEAD) on every rank. No second signal says that a slot has been

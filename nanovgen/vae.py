@@ -167,15 +167,15 @@ class CausalConv3d(nn.Conv3d):
         return self.flat(self.window(self.past(parts, stream), x), zeros)
 
     def beside(self, parts: list[Tensor], dim: int) -> Tensor:
+        """Apart from `window`: compiled as one, past frames would be copied with these before the window reads both."""
         return torch.cat(parts, dim=dim)
 
     def past(self, parts: list[Tensor], stream: Stream) -> Tensor:
         """The frames before these, (b, c, reach, y, x), zeros at the start; keeps the last of these for the next chunk."""
         if (past := stream.cache.get(self)) is None:
-            shape = list(parts[0].shape)
-            shape[2], shape[stream.dim] = self.kernel_size[0] - 1, sum(part.shape[stream.dim] for part in parts)
-            kind = dict(dtype=parts[0].dtype, device=parts[0].device)
-            past = torch.empty(shape, **kind, memory_format=torch.channels_last_3d).zero_()
+            b, c, _, *size = parts[0].shape
+            size[stream.dim - 3] = sum(part.shape[stream.dim] for part in parts)
+            past = parts[0].new_zeros(b, self.kernel_size[0] - 1, *size, c).permute(0, 4, 1, 2, 3)
         stream.cache[self] = self.kept(past, parts, stream.dim)
         return past
 

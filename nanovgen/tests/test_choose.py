@@ -362,6 +362,14 @@ def test_two_towers_are_cut(ranked):
     assert {c.parallel.tp_size for c in found.choices} == {2, 4} and 33e9 < found.choices[0].memory < 37e9
 
 
+def test_weights_are_counted_once_a_layout(monkeypatch):
+    """Of the ranked recipes, most with one expert at a time, many hold the same weights; counting them is the slow part."""
+    calls, real = [], summary.weight_bytes
+    monkeypatch.setattr(summary, "weight_bytes", lambda *given: calls.append(given) or real(*given))
+    _, found = choose.asked(choose.parse(["--model", "wan2.2-t2v-a14b", "--gpus", "16", "--memory", "48"]))
+    assert sum(c.offload for c in found.choices) > 100 and len(calls) < len(found.choices) / 2
+
+
 def test_memory_is_summarys():
     """Not decided twice: the ranking's figure is what a run with that recipe would print."""
     job, found = choose.asked(choose.parse(["--model", "tiny-wan", "--gpus", "4"]))
