@@ -23,10 +23,12 @@ from nanovgen import mesh
 ENDINGS = (signal.SIGINT, signal.SIGTERM)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def reserve_port() -> socket.socket:
+    """A socket whose port nobody else is given while it is open: bound, and left to the first rank's store to listen on."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the store's has it too: then both may bind, and one listen
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def run_ranks(ranks: int, work: Callable[[], object]) -> int:
@@ -34,8 +36,8 @@ def run_ranks(ranks: int, work: Callable[[], object]) -> int:
 
     The ranks find torchrun's environment and join the world themselves (mesh.open_world).
     """
-    context, port = get_context("fork"), free_port()
-    errors = context.SimpleQueue()
+    context, held = get_context("fork"), reserve_port()
+    port, errors = held.getsockname()[1], context.SimpleQueue()
     processes = [context.Process(target=_rank, args=(rank, ranks, port, work, errors), daemon=True) for rank in range(ranks)]
     before = signal.signal(signal.SIGTERM, _interrupt)  # else `kill` and `timeout` would leave the ranks running
     try:
@@ -51,6 +53,7 @@ def run_ranks(ranks: int, work: Callable[[], object]) -> int:
         print(f"interrupted; all ranks have ended{left}", file=sys.stderr)
         return 130
     finally:
+        held.close()
         gc.unfreeze()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)  # also where a fork failed
         signal.signal(signal.SIGTERM, before)

@@ -21,7 +21,7 @@ def run(tmp_path, capsys, one_thread, deadline):
 
     def call(*arguments: object) -> tuple[dict, str]:
         out = tmp_path / "bench.json"
-        deadline(150)
+        deadline(400)
         code = bench.main([*SMALL, *map(str, arguments), "--out", str(out)])
         deadline(0)
         assert code == 0, code
@@ -188,7 +188,7 @@ def test_what_a_lone_rank_receives():
 def test_calibrate(tmp_path, capfd, one_thread, deadline, world):
     """The planner takes the file, and by its constants the formulas give the seconds that were measured."""
     out, ranks = tmp_path / "here.json", ["--ranks", "2"] if world == 2 else []
-    deadline(150)
+    deadline(400)
     assert bench.main([*SMALL, "--size", "96x48", "--layers", "1", "--calibrate", str(out), *ranks]) == 0
     deadline(0)
     said, stored, here = capfd.readouterr().out, json.loads(out.read_text()), machines.find(str(out))

@@ -145,17 +145,21 @@ class Ranks:
         """What each rank returned. Raises AssertionError with a rank's words, or that it hung."""
         if not self.processes:
             self.start()
-        pipes, port, end, found = self.pipes[:world], launch.free_port(), time.monotonic() + self.patience, {}
-        told = pickle.dumps((world, port, task))
+        with launch.reserve_port() as held:
+            return self.ask(self.pipes[:world], pickle.dumps((world, held.getsockname()[1], task)))
+
+    def ask(self, pipes: list[Connection], told: bytes) -> list[list[float]]:
+        end, found = time.monotonic() + self.patience, {}
         for pipe in pipes:
             pipe.send_bytes(told)
-        while len(found) < world:
+        while len(found) < len(pipes):
             ready = wait([pipe for pipe in pipes if pipe not in found], max(0.0, end - time.monotonic()))
             found |= {pipe: pipe.recv() for pipe in ready}
             said = [f"rank {pipes.index(pipe)}: {words}" for pipe, words in found.items() if isinstance(words, str)]
             if said or not ready:
                 self.end()
-                raise AssertionError(said[0] if said else f"hung: {world - len(found)} ranks said nothing in {self.patience} s")
+                silent = f"hung: {len(pipes) - len(found)} ranks said nothing in {self.patience} s"
+                raise AssertionError(said[0] if said else silent)
         return [found[pipe] for pipe in pipes]
 
     def start(self) -> None:

@@ -27,7 +27,7 @@ def table(tmp_path):
         program = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\nfrom nanovgen import quality\nsys.exit(quality.main())"
         out = tmp_path / "quality.json"
         done = subprocess.run([sys.executable, "-c", program, *SMALL, *map(str, arguments), "--out", str(out)], text=True,
-                              capture_output=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+                              capture_output=True, timeout=500, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
         assert done.returncode == status, done.stderr[-2000:]
         return json.loads(out.read_text()), done.stdout
 
@@ -89,7 +89,7 @@ def test_ranks_of_torchrun(wide_folder, recipe, tmp_path):
     request = ["--model", wide_folder, "--recipes", recipe(ring_size=2), "--dtypes", "float32", "--prompts", PROMPT]
     out, env = tmp_path / "quality.json", {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *map(str, [*launcher, *SMALL, *request, "--out", out])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | env)
     assert done.returncode == 0, done.stderr[-2000:]
     (row,) = [row for name, row in rows_of(json.loads(out.read_text()), "float32").items() if name.endswith("ring2")]
     assert 0 < row["alone"]["latents"]["error"] < 1e-5 and row["within"] and done.stdout.count("ring2 | 2 |") == 1

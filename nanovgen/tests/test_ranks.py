@@ -33,7 +33,7 @@ def not_started(refused, wide_folder, recipe, monkeypatch):
         monkeypatch.setattr(launch, "run_ranks", lambda *_: pytest.fail("ranks were forked"))
         start, forked = time.time(), [] if ranks is None else ["--ranks", ranks]
         line = refused("--model", wide_folder, *forked, "--recipe", recipe(**parallel), *arguments)
-        assert time.time() - start < 5
+        assert time.time() - start < 30  # no rank, no weight
         return line
 
     return call
@@ -210,7 +210,7 @@ def test_run_by_torchrun(ask, tiny_folder):
     assert ask("--out", "one.mp4").code == 0
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", ROOT / "run.py"]
     request = [PROMPT, "--model", tiny_folder, "--size=64x32", "--frames=5", "--steps=2", "--shift=5", "--out=many.mp4"]
-    done = subprocess.run([*map(str, launcher), *map(str, request), "--recipe=2gpu"], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([*map(str, launcher), *map(str, request), "--recipe=2gpu"], capture_output=True, text=True, timeout=300,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
     assert done.returncode == 0 and done.stdout.count("ranks     2: cfg 2") == 1, done.stderr
     assert torch.equal(latents("one"), latents("many")) and Path("one.mp4").read_bytes() == Path("many.mp4").read_bytes()

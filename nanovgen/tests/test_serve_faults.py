@@ -34,7 +34,7 @@ def slow(self, name):
     with call(self, name):
         yield
         if Path("slow").exists() and Path("slow").read_text() == name:
-            time.sleep(60)
+            time.sleep(600)
 
 generate.Stages.__call__ = slow
 """

@@ -49,7 +49,7 @@ def page(browser, server, request):
 
 def says(page, where: str, text: str) -> None:
     """Waits for it. Not by wait_for_function: it evaluates text, which the page's own security policy forbids."""
-    wait_for(lambda: text in page.text_content(f"#{where}"), 60, f"#{where} never says {text!r}")
+    wait_for(lambda: text in page.text_content(f"#{where}"), 180, f"#{where} never says {text!r}")
 
 
 def test_a_person_makes_a_video(page, server, tmp_path):
