@@ -265,7 +265,7 @@ def test_broken_is_seen(judge, what):
     breaks, case, said = BROKEN[what]
     judge.judge(case)  # right, or refused, as long as nothing is broken
     judge.ranks.end()  # those to come are forked from a broken parent
-    judge.ranks.patience = 3
+    judge.ranks.patience = 3 if what == "a rank that waits" else PATIENCE
     with breaks(), pytest.raises(AssertionError, match=said):
         judge.judge(case)
 
