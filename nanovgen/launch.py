@@ -37,8 +37,9 @@ def run_ranks(ranks: int, work: Callable[[], object]) -> int:
     The ranks find torchrun's environment and join the world themselves (mesh.open_world).
     """
     context, held = get_context("fork"), reserve_port()
-    port, errors = held.getsockname()[1], context.SimpleQueue()
-    processes = [context.Process(target=_rank, args=(rank, ranks, port, work, errors), daemon=True) for rank in range(ranks)]
+    errors, words = context.SimpleQueue(), context.SimpleQueue()
+    given = ranks, held.getsockname()[1], work, errors, words
+    processes = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(ranks)]
     before = signal.signal(signal.SIGTERM, _interrupt)  # else `kill` and `timeout` would leave the ranks running
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)  # until each rank has its own handlers
@@ -49,7 +50,7 @@ def run_ranks(ranks: int, work: Callable[[], object]) -> int:
         failed = _watch(processes)
     except KeyboardInterrupt:
         _end(processes)
-        left = "" if errors.empty() else f"; {errors.get()}"  # a rank's word on what is safe
+        left = "" if words.empty() else f"; {words.get()}"
         print(f"interrupted; all ranks have ended{left}", file=sys.stderr)
         return 130
     finally:
@@ -100,19 +101,30 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+def _interrupt_again(lost: object) -> None:
+    """Python drops what a destructor raises, and an interruption may come in one: it comes again soon, outside."""
+    if isinstance(lost.exc_value, KeyboardInterrupt):
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    else:
+        sys.__unraisablehook__(lost)
+
+
 def _die_with_parent() -> None:
     """A parent that was killed can end nobody, and a rank that waits for its peers would never notice."""
     wait([parent_process().sentinel])
     os._exit(1)
 
 
-def _rank(rank: int, ranks: int, port: int, work: Callable[[], object], errors: object) -> None:
+def _rank(rank: int, ranks: int, port: int, work: Callable[[], object], errors: object, words: object) -> None:
+    """A rank's life. What failed goes to `errors`; where it was interrupted, what is safe goes to `words`."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # Never more than the parent's: a pool of threads that it has started is not in the fork, and using it would hang.
     torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // ranks)))
     threading.Thread(target=_die_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent decides
     signal.signal(signal.SIGTERM, _interrupt)
+    sys.unraisablehook = _interrupt_again
     try:
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
@@ -128,5 +140,5 @@ def _rank(rank: int, ranks: int, port: int, work: Callable[[], object], errors: 
         os._exit(1)  # at once: tidying up would wait for peers that wait for us
     except KeyboardInterrupt as error:
         if str(error):
-            errors.put(f"rank {rank}: {error}")
+            words.put(f"rank {rank}: {error}")
         os._exit(130)
