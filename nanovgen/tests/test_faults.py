@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 from conftest import PROMPT
+from serving import PATIENCE
 from torch.distributed import TCPStore
 
 from nanovgen import generate, launch
 
-PATIENCE = 60  # seconds from the fault to the last process's end: some 3 here, and a busy machine's; a collective waits for 300
 FOREVER = ("--size=64x32", "--frames=5", "--steps=100000", "--out=v.mp4")
 LONG_DECODE = ("--size=64x32", "--frames=1601", "--steps=1", "--chunk=1", "--out=v.mp4")
 

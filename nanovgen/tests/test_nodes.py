@@ -17,7 +17,8 @@ import pytest
 import torch
 from conftest import PROMPT, ROOT
 from safetensors.torch import load_file
-from test_faults import PATIENCE, children, here, wait_for
+from serving import PATIENCE
+from test_faults import children, here, wait_for
 
 SBATCH = ROOT / "nanovgen" / "recipes" / "nvl72.sbatch"
 RECIPE = dict(cfg_size=2, ulysses_size=2, parallel_vae_size=2)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_faults import PATIENCE, wait_for
+from serving import PATIENCE, wait_for
 
 from nanovgen import generate, scheduler, video
 from nanovgen import job as jobs
