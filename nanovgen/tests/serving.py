@@ -10,14 +10,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--size=64x32", "--frames=5", "--steps=2", "--shift=5")
-SOON = 15  # seconds from a rank's end to the last one's: the promise, held to where it takes a second here
-PATIENCE = 60  # seconds from a fault to the last process's end, on a busy machine too; a collective would wait for 300
+SOON = 15  # seconds from a fault to the last process's end: the promise
+PATIENCE = 60  # seconds for what has no promise, on a busy machine too; a collective would wait for 300
 
 
 def free_port() -> int:
@@ -120,11 +121,11 @@ class Server:
 
     def ranks(self, count: int) -> list[int]:
         """The pids of forked ranks, in the order of their ranks."""
-        return sorted(children(self.process.pid))[:count]
+        return children(self.process.pid)[:count]
 
-    def gone(self, seconds: float = PATIENCE) -> None:
+    def gone(self, seconds: float = SOON) -> None:
         wait_for(lambda: not self.processes(), seconds, "processes are left")
-        self.process.wait(timeout=PATIENCE)
+        self.process.wait(timeout=SOON)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Its exit status."""
@@ -137,10 +138,11 @@ class Server:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
-        wait_for(lambda: not self.processes(), PATIENCE)
+        wait_for(lambda: not self.processes(), SOON)
 
 
 def children(pid: int) -> list[int]:
+    """In the order in which they were forked: by rank."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -148,10 +150,10 @@ def children(pid: int) -> list[int]:
                 found.append(int(stat.parent.name))
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return found
+    return sorted(found)
 
 
-def wait_for(condition, seconds: float = 180, what: str = "nothing happened") -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 180, what: str = "nothing happened") -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, what

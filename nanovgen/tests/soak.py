@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2])]
 
 from conftest import WAN, write_folder  # noqa: E402
-from serving import PATIENCE, Server, wait_for  # noqa: E402
+from serving import PATIENCE, SOON, Server, wait_for  # noqa: E402
 
 RECIPE = "parallel_config: {cfg_size: 2, ring_size: 2, parallel_vae_size: 2}"
 FAULT = """
@@ -62,12 +62,12 @@ def one(server: Server, rng: random.Random, kind: str) -> None:
         if rng.random() < 0.7:
             server.reaches(name, "denoise")
         assert server.ask(f"/v1/videos/{name}", method="DELETE").json["deleted"]
-        wait_for(lambda: b"nanovgen_in_progress 0.0" in server.ask("/metrics").body, PATIENCE, "it is still being made")
+        wait_for(lambda: b"nanovgen_in_progress 0.0" in server.ask("/metrics").body, SOON, "it is still being made")
         assert server.ask(f"/v1/videos/{name}").status == 404 and not any(name in file for file in server.files())
         return
     if kind in ("boom", "late"):
         rank = rng.randrange(4 if kind == "boom" else 2)  # the VAE is on two
-        video = server.ended(server.make(**body | {"prompt": f"{kind} {rank}"}), PATIENCE * 4)
+        video = server.ended(server.make(**body | {"prompt": f"{kind} {rank}"}), PATIENCE)
         assert video["status"] == "failed" and f"rank {rank}: " in video["error"]["message"], video
         return
     name = server.make(**body)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PROMPT
-from serving import PATIENCE
+from serving import PATIENCE, SOON, children, wait_for
 from torch.distributed import TCPStore
 
 from nanovgen import generate, launch
@@ -27,18 +27,6 @@ def names() -> set[str]:
     return {path.name for path in Path.cwd().iterdir()}
 
 
-def children(pid: int) -> list[int]:
-    """In the order in which they were forked: by rank."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(stat.parent.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return sorted(found)
-
-
 def here() -> list[str]:
     """Other processes that work in this folder: ranks, and encoders whose parent may be gone."""
     found = []
@@ -49,13 +37,6 @@ def here() -> list[str]:
         except OSError:
             continue
     return found
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 180, what: str = "nothing happened") -> None:
-    end = time.time() + seconds
-    while not condition():
-        assert time.time() < end, what
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -86,9 +67,9 @@ def ended(finish):
 
     def end(process):
         start = time.time()
-        wait_for(lambda: process.poll() is not None, PATIENCE, "the parent lives on")
+        wait_for(lambda: process.poll() is not None, SOON, "the parent lives on")
         result = finish(process)
-        wait_for(lambda: not here(), PATIENCE - (time.time() - start), f"left: {here()}")
+        wait_for(lambda: not here(), SOON - (time.time() - start), f"left: {here()}")
         assert "Traceback" not in result.err, result.err
         return result
 
@@ -160,9 +141,9 @@ def torchrun(spawn, tiny_folder, recipe):
 
 def finished(process, start: float, tmp_path: Path) -> str:
     """What was said by a run of torchrun's that was hurt at `start`."""
-    wait_for(lambda: process.poll() is not None, PATIENCE, "torchrun lives on")
-    wait_for(lambda: not here(), PATIENCE - (time.time() - start), f"left: {here()}")
-    assert time.time() - start < PATIENCE and process.returncode == 1 and names() == set()
+    wait_for(lambda: process.poll() is not None, SOON, "torchrun lives on")
+    wait_for(lambda: not here(), SOON - (time.time() - start), f"left: {here()}")
+    assert time.time() - start < SOON and process.returncode == 1 and names() == set()
     return (tmp_path / "stderr").read_text().replace("\r", "\n")
 
 

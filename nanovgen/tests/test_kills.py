@@ -20,8 +20,8 @@ import pytest
 import torch
 from conftest import PROMPT
 from safetensors.torch import load_file
-from serving import PATIENCE, SOON
-from test_faults import here, wait_for
+from serving import PATIENCE, SOON, wait_for
+from test_faults import here
 
 STAGES = ("load", "text", "denoise", "save", "decode", "write")
 RECIPE = dict(cfg_size=2, ulysses_size=2, parallel_vae_size=4)

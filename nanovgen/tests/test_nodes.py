@@ -17,8 +17,8 @@ import pytest
 import torch
 from conftest import PROMPT, ROOT
 from safetensors.torch import load_file
-from serving import PATIENCE
-from test_faults import children, here, wait_for
+from serving import PATIENCE, SOON, children, wait_for
+from test_faults import here
 
 SBATCH = ROOT / "nanovgen" / "recipes" / "nvl72.sbatch"
 RECIPE = dict(cfg_size=2, ulysses_size=2, parallel_vae_size=2)
@@ -143,7 +143,7 @@ def test_a_rank_of_one_node_is_killed(torchrun, tiny_folder, recipe, tmp_path, n
     wait_for(lambda: "step/s" in (tmp_path / "stderr0").read_text(), 300)
     begin = time.time()
     os.kill(children(runs[node].pid)[1], signal.SIGKILL)  # `ip netns exec` has become torchrun
-    wait_for(lambda: all(run.poll() is not None for run in runs) and not here(), PATIENCE, f"left: {here()}")
+    wait_for(lambda: all(run.poll() is not None for run in runs) and not here(), SOON, f"left: {here()}")
     assert [run.returncode for run in runs] == [1, 1] and not [*Path.cwd().iterdir()]
     print(f"node {node}: all gone after {time.time() - begin:.1f} s")
 
@@ -190,7 +190,7 @@ def test_the_template_serves(sbatch, tiny_folder, recipe, tmp_path):
     run = sbatch("serve", "--model", tiny_folder, *warm, "--folder", tmp_path / "videos", "--", *ask)
     assert run.wait(timeout=400) == 0, (tmp_path / "stderr0").read_text()
     assert '"requests": 2' in (tmp_path / "bench.json").read_text() and len([*(tmp_path / "videos").rglob("*.mp4")]) == 2
-    wait_for(lambda: not here(), PATIENCE, f"left: {here()}")
+    wait_for(lambda: not here(), SOON, f"left: {here()}")
 
 
 def test_a_server_that_cannot_start_ends_the_template(sbatch, tiny_folder, tmp_path):

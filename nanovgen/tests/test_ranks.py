@@ -33,7 +33,7 @@ def not_started(refused, wide_folder, recipe, monkeypatch):
         monkeypatch.setattr(launch, "run_ranks", lambda *_: pytest.fail("ranks were forked"))
         start, forked = time.time(), [] if ranks is None else ["--ranks", ranks]
         line = refused("--model", wide_folder, *forked, "--recipe", recipe(**parallel), *arguments)
-        assert time.time() - start < 30  # no rank, no weight
+        assert time.time() - start < 5
         return line
 
     return call

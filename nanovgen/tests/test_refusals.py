@@ -236,7 +236,7 @@ def test_hub_id_without_a_network(refused, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     start = time.perf_counter()
     assert "nobody/nothing" in (line := refused("--model", "nobody/nothing")) and "weights/README.md" in line
-    assert time.perf_counter() - start < 10  # nobody was asked: that would be minutes
+    assert time.perf_counter() - start < 2
 
 
 def test_a_wrong_kernel_stops_the_run_before_the_weights(ask, monkeypatch):

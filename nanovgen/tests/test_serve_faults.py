@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents
 import pytest  # noqa: E402
 from conftest import WAN, write_folder  # noqa: E402
 from PIL import Image  # noqa: E402
-from serving import PATIENCE, SOON, Server, children, wait_for  # noqa: E402
+from serving import SOON, Server, children, wait_for  # noqa: E402
 
 STAGES = ("load", "text", "denoise", "decode", "write")
 SLOW = """
@@ -57,10 +57,10 @@ def lose(server: Server, stage: str, rank: int) -> tuple[str, list[int], float]:
     time.sleep(0.3)
     begun, said = time.monotonic(), [200]
     os.kill(server.ranks(4)[rank], signal.SIGKILL)
-    while said[-1] and time.monotonic() - begun < PATIENCE:
+    while said[-1] and time.monotonic() - begun < SOON:
         if (now := server.health()) != said[-1]:
             said.append(now)
-    server.gone(PATIENCE - (time.monotonic() - begun))
+    server.gone(SOON - (time.monotonic() - begun))
     return name, said, time.monotonic() - begun
 
 
@@ -84,7 +84,7 @@ def test_a_rank_is_killed(pristine, tmp_path):
     for stage, rank in (("denoise", 2), ("decode", 0)):
         name, said, seconds = lose(server, stage, rank)
         print(f"rank {rank} in {stage}: /health {said}, all gone after {seconds:.1f} s, status {server.process.returncode}")
-        assert seconds < SOON and server.process.returncode == 1 and f"rank {rank} was killed by signal 9" in server.log
+        assert server.process.returncode == 1 and f"rank {rank} was killed by signal 9" in server.log
         assert said == ([200, 503, 0] if rank else [200, 0]), said
         server = start(tmp_path / "s", pristine)
         check_lost(server, name, stage)
@@ -112,8 +112,8 @@ def test_a_rank_of_torchrun_goes_silent(torchrun):
     first, second = sorted(children(torchrun.process.pid))
     os.kill(second, signal.SIGSTOP)
     begun = time.monotonic()
-    wait_for(lambda: torchrun.health() == 503, PATIENCE, "it never notices")
-    wait_for(lambda: torchrun.health() == 0, PATIENCE - (time.monotonic() - begun))
+    wait_for(lambda: torchrun.health() == 503, SOON, "it never notices")
+    wait_for(lambda: torchrun.health() == 0, SOON - (time.monotonic() - begun))
     assert "ending: rank 1 has not been heard of for 10 s" in torchrun.log
     os.kill(second, signal.SIGCONT)
     torchrun.gone()
